@@ -123,10 +123,10 @@ class AblatedSolver(Solver):
         update = update / (second**self._variant.power + rule.eps ** (2 * self._variant.power))
         update = update * (_norm(of_adam) / _norm(update))
         if spec.is_orthogonalized:
-            p = linalg.orthogonalizer(update @ update.mT, rule.orthogonal_steps)
-            update = p @ update * (rule.orthogonal_scale * max(grad.shape[-2:]) ** 0.5)
+            p = linalg.orthogonalizer(update @ update.mT, rule.options["orthogonal_steps"])
+            update = p @ update * (rule.options["orthogonal_scale"] * max(grad.shape[-2:]) ** 0.5)
         else:
-            update = update * rule.scale
+            update = update * rule.options["scale"]
         update = linalg.rotate(update, None if a is None else a.mT, None if g is None else g.mT)
         for each in specs:
             self._store.adam[each.name].steps += 1

@@ -88,6 +88,7 @@ EXTRAS = {
     "language": ("tokenizers", "transformers"),
     "pictures": ("skimage",),
     "tensorboard": ("tensorboard",),
+    "timm": ("timm",),
 }
 """The packages of each extra of pyproject.toml, by the names that Python imports."""
 

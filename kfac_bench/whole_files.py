@@ -1,9 +1,8 @@
-"""Files that are written as a whole, and folders in which one process at a time writes.
+"""Files that are written as a whole.
 
 Every file that replaces another file is written with :func:`whole_file`.
 """
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,24 +28,6 @@ def whole_file(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             temporary.unlink()
         raise
-
-
-@contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder inside the block. The lock needs no file of its own.
-
-    A network file system may have no locks of folders. Then the block runs without the lock.
-
-    Raises:
-        OSError: The folder cannot be read.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def write_text(path: Path, text: str, name: str = "", *, make_folder: bool = False) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import latex2mathml.converter
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -29,6 +30,7 @@ from kfac_bench.config.option_table import HelpedOption, Owners
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = "tutorials/hello_kfac"
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+[^)#\s]+)(?:#[^)]*)?\)")
+_EQUATION = re.compile(r"^```math\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
 _ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>~?([^<]*)</code>")
 _OPTIONS_HEAD = "| option | default | allowed | role | meaning |\n| --- | --- | --- | --- | --- |"
 
@@ -51,7 +53,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Show links to files outside docs/ as paths, because the site does not contain these files."""
+    """Show links to files outside docs/ as paths, and equations as MathML, which browsers draw.
+
+    The site does not contain the files outside docs/.
+    """
     here = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
 
     def path_of(link: re.Match[str]) -> str:
@@ -63,12 +68,18 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         text = link[1].strip("`")
         return f"`{path}`" if path.endswith(text) else f"{link[1]} (`{path}`)"
 
-    return _LINK.sub(path_of, markdown)
+    return _EQUATION.sub(lambda block: _mathml(block[1]), _LINK.sub(path_of, markdown))
 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Show a Sphinx role of a docstring, such as ``:meth:`step```, as code."""
     return _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", html)
+
+
+def _mathml(latex: str) -> str:
+    """Return an equation in LaTeX as HTML. The rows of an aligned equation begin at the left."""
+    mathml = latex2mathml.converter.convert(latex, display="block")
+    return f'<div class="equation">{mathml}</div>'
 
 
 # ---- the pages ----

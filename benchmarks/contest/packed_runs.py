@@ -14,11 +14,10 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from kfac_bench.benchmark.computed import event_fields
 from kfac_bench.config.option_table import declared
 from kfac_bench.config.options import RESULT
 from kfac_bench.errors import UsageError, one_line
@@ -217,3 +216,13 @@ def _run_of(found: Any) -> PackedRun:
         raise ValueError("name must be letters, digits and . _ - = +")
     events = [event for each in known["events"] if (event := event_of(each)) is not None]
     return PackedRun(**(known | {"events": tuple(events)}))
+
+
+def event_fields(event: Event) -> dict[str, Any]:
+    """Return the fields of an event's line in an event file, without those at their defaults."""
+    values = asdict(event)
+    for each in fields(event):
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        if values[each.name] == default:
+            del values[each.name]
+    return {"event": type(event).__name__, **values}

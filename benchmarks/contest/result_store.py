@@ -9,16 +9,19 @@ the same time.
 The file of a task is ``FOLDER/NAME/PART/TASK.jsonl.gz``, where PART is ``tuning`` or ``table``.
 """
 
-from collections.abc import Iterable
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from benchmarks.contest import packed_runs
 from benchmarks.contest.packed_runs import PackedRun
 from kfac_bench.benchmark import run_end
-from kfac_bench.benchmark.computed import event_lines
 from kfac_bench.errors import UsageError
+from kfac_bench.record.event_log import line_of
 from kfac_bench.record.events import EVENTS_FILE
-from kfac_bench.whole_files import locked_folder, write_text
+from kfac_bench.whole_files import write_text
 
 
 class ResultStore:
@@ -60,7 +63,7 @@ class ResultStore:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"{self._folder}: cannot be written ({error.strerror})") from None
-        with locked_folder(self._folder):
+        with _locked(self._folder):
             # Another command may have added runs since this one read the file.
             saved = {each.key: each for each in packed_runs.read(path)} if path.exists() else {}
             runs = self._runs.get(run.task, {}) | saved | {run.key: run}
@@ -80,9 +83,27 @@ class ResultStore:
                 if (folder / EVENTS_FILE).exists() or run_end.failure(folder) is not None:
                     continue
                 if run.events:
-                    content = event_lines(run.events)
+                    content = "".join(map(line_of, run.events))
                     write_text(folder / EVENTS_FILE, content, make_folder=True)
                 if run.failure:
                     run_end.record_failure(folder, run.name, run.failure)
                 written += 1
         return written
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder inside the block. The lock needs no file of its own.
+
+    A network file system may have no locks of folders. Then the block runs without the lock.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

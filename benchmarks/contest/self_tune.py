@@ -26,8 +26,8 @@ from benchmarks.contest.sitting import Sitting, comparable_time_s, factors, task
 from kfac_bench.benchmark.grid import TimeIsUp, WorkSession
 from kfac_bench.benchmark.performance_profile import TAU_MAX
 from kfac_bench.benchmark.schema import Benchmark, Tuning
-from kfac_bench.benchmark.trials import TrialRunner, overrides_of, shown_s, trial_settings
-from kfac_bench.benchmark.tune import check
+from kfac_bench.benchmark.trials import overrides_of, shown_s, trial_settings
+from kfac_bench.benchmark.tune import TuningRuns, check
 from kfac_bench.errors import UsageError
 from kfac_bench.whole_files import write_text
 
@@ -60,13 +60,13 @@ def self_tune(
     tasks = [task for task in tasks_of(benchmark) if task not in benchmark.held_out]
     if not tasks:
         raise UsageError(f"{name}: every task is held out, so no task can choose a setting")
-    runner = TrialRunner(benchmark, tuning, runs_dir, session)
+    runs = TuningRuns(benchmark, tuning, runs_dir, session)
     optimizers = benchmark.axes["optimizer"]
     found = {o: Candidates(tuning, o, tasks, store) for o in optimizers}
     chosen: dict[str, Settings] = {}
     try:
         for optimizer, candidates in found.items():
-            chosen[optimizer], mean = candidates.choose(runner, say)
+            chosen[optimizer], mean = candidates.choose(runs, say)
             shown = " ".join(overrides_of(chosen[optimizer]))
             say(f"{optimizer}: {shown}: mean ratio {mean:.2f} over {len(tasks)} tasks")
     except TimeIsUp:
@@ -124,11 +124,11 @@ class Candidates:
         """Return the winner of the study with this seed, and its seconds by task."""
         return min(self.studies[seed], key=lambda each: mean_ratio(each[1], self.best_s))
 
-    def choose(self, runner: TrialRunner, say: Callable[[str], None]) -> tuple[Settings, float]:
+    def choose(self, runs: TuningRuns, say: Callable[[str], None]) -> tuple[Settings, float]:
         """Run the winners on the seeds of all studies; return the best one and its mean ratio.
 
         Args:
-            runner: Runs trials, unless they have run.
+            runs: Runs trials, unless they have run.
             say: Prints a line for each winner and task.
 
         Raises:
@@ -144,7 +144,7 @@ class Candidates:
                 times = [
                     # A trial that was stopped says only that it was slower than the best.
                     on_own[task] if seed == own and math.isfinite(on_own[task])
-                    else runner.final(point, settings, seed).time_s
+                    else runs.run(point, settings, seed, f"final {seed}").time_s
                     for seed in self._tuning.seeds
                 ]  # fmt: skip
                 medians[task] = median(times)

@@ -8,17 +8,18 @@ computed cells in the same way, and a cell is computed only once.
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from kfac_bench import __version__
 from kfac_bench.benchmark.run_end import record_failure
 from kfac_bench.benchmark.schema import Benchmark, fill_in
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import EVENTS_FILE, Evaluated, Event, RunEnded, RunStarted
+from kfac_bench.record.event_log import line_of
+from kfac_bench.record.events import EVENTS_FILE, Evaluated, RunEnded, RunStarted
 from kfac_bench.whole_files import write_text
 
 KINDS = {
@@ -115,19 +116,5 @@ def _write(cell: ComputedCell, numbers: Mapping[str, float]) -> None:
         Evaluated(0, 0.0, 0.0, dict(numbers)),
         RunEnded(0, 0.0, "finished", f"computed: {cell.kind}"),
     )
-    write_text(folder / EVENTS_FILE, event_lines(events), make_folder=True)
-
-
-def event_lines(events: Iterable[Event]) -> str:
-    """Return the content of an event file with these events."""
-    return "".join(json.dumps(event_fields(event)) + "\n" for event in events)
-
-
-def event_fields(event: Event) -> dict[str, Any]:
-    """Return the fields of an event's line in an event file, without those at their defaults."""
-    values = asdict(event)
-    for each in fields(event):
-        default = each.default_factory() if callable(each.default_factory) else each.default
-        if values[each.name] == default:
-            del values[each.name]
-    return {"event": type(event).__name__, **values}
+    content = "".join(map(line_of, events))
+    write_text(folder / EVENTS_FILE, content, make_folder=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,6 +101,8 @@ class Cell:
     seed: int = 0
     before: tuple[Cell, ...] = ()
     """Runs that this run starts from."""
+    folder: Path | None = None
+    """The run directory, if it does not follow from the overrides."""
 
     def config(self) -> TrainConfig:
         """Return the checked configuration."""
@@ -107,7 +110,7 @@ class Cell:
 
     def path(self) -> Path:
         """Return the run directory, which depends only on the configuration and the ranks."""
-        return _path(self.overrides, self.ranks)
+        return self.folder or _path(self.overrides, self.ranks)
 
     def rank_command(self) -> list[str]:
         """Return the command of one rank."""
@@ -251,13 +254,27 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
             return _failed(
                 cell, f"{first.path().name}, which it starts from, {text}", has_run=False
             )
-    if cell.ranks == 1:
-        code, line = local_runs.train_forked([*cell.overrides, f"run_id={cell.path().name}"])
-        line = f"kfac-train: {line} (exit code {code})"
-    else:
-        code, line = local_runs.run_command(cell.command())
+    code, line = train(cell)
     if code in run_end.INTERRUPTED:
         return False, f"interrupted: {line}"
+    return record_end(cell, code, line)
+
+
+def train(cell: Cell) -> tuple[int, str]:
+    """Train on this machine; return the exit code and the line that names the error."""
+    if cell.ranks > 1:
+        return local_runs.run_command(cell.command())
+    code, line = local_runs.train_forked([*cell.overrides, f"run_id={cell.path().name}"])
+    return code, f"kfac-train: {line} (exit code {code})"
+
+
+def bare(line: str) -> str:
+    """Return the line of :func:`train` without the name of the command and the exit code."""
+    return re.sub(r" \(exit code -?\d+\)$", "", line.removeprefix("kfac-train: "))
+
+
+def record_end(cell: Cell, code: int, line: str) -> tuple[bool, str]:
+    """Record a failure of :func:`train`; return whether the run has ended well, and how."""
     # A process that a signal killed has failed, even if its run had ended before.
     text_of_end = None if code < 0 else run_end.ended(cell.path())
     return (True, text_of_end) if text_of_end else _failed(cell, line, code)

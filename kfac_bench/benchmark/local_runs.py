@@ -123,15 +123,13 @@ def rank_command(overrides: Sequence[str]) -> list[str]:
     return local_command(overrides, 1)
 
 
-def run_command(command: Sequence[str], timeout_s: float | None = None) -> tuple[int, str]:
+def run_command(command: Sequence[str]) -> tuple[int, str]:
     """Run the command; return its exit code and the line that names the error.
 
     On Linux the command gets SIGTERM if this process dies. torchrun passes the signal on to its
     ranks, which save and end.
 
-    If this process stops waiting, after `timeout_s` or at Ctrl-C, the command gets SIGTERM first.
-
-    Raises :class:`subprocess.TimeoutExpired` after `timeout_s`.
+    If this process stops waiting, for example at Ctrl-C, the command gets SIGTERM first.
     """
     with subprocess.Popen(  # noqa: S603
         command,
@@ -143,7 +141,7 @@ def run_command(command: Sequence[str], timeout_s: float | None = None) -> tuple
         preexec_fn=None if _LIBC is None else _end_with_caller,
     ) as process:
         try:
-            output, error = process.communicate(timeout=timeout_s)
+            output, error = process.communicate()
         except BaseException:
             _end_command(process)
             raise

@@ -17,7 +17,7 @@ from kfac_bench.benchmark import run_end
 from kfac_bench.benchmark.schema import Quantity, fill_in
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
-from kfac_bench.record.events import Evaluated, RunEnded, Trained
+from kfac_bench.record.events import Evaluated, Trained
 from kfac_bench.record.runs import Run, load, number, option, target, was_computed
 
 Level = float | None
@@ -74,8 +74,7 @@ def epochs_to_target(run: Run, level: Level) -> float:
 
 def train_s(run: Run, level: Level) -> float:
     """Return the seconds of the whole training; inf if the run failed on the way."""
-    ended = [e for e in run.events if isinstance(e, RunEnded)]
-    return _inf_if_failed(run, number(ended[-1].train_s)) if ended else math.nan
+    return _inf_if_failed(run, number(run.ended.train_s)) if run.ended else math.nan
 
 
 def seconds_at_least(run: Run, name: str) -> float:
@@ -86,21 +85,6 @@ def seconds_at_least(run: Run, name: str) -> float:
     """
     seconds = train_s(run, None) if name.startswith("seconds_to_") else math.inf
     return seconds if seconds > 0 else math.inf
-
-
-def _pace(run: Run) -> tuple[float, float]:
-    """Return the seconds of a step and of an epoch, from the first Trained event to the last.
-
-    The steps before the first event are left out, because they use each kernel for the first time.
-    """
-    trained = [e for e in run.events if isinstance(e, Trained)]
-    if len(trained) < 2 or trained[-1].step <= trained[0].step:
-        return math.nan, math.nan
-    first, last = trained[0], trained[-1]
-    seconds = number(last.train_s) - number(first.train_s)
-    epochs = number(last.epoch) - number(first.epoch)
-    steps = last.step - first.step
-    return seconds / steps, seconds / epochs if epochs > 0 else math.nan
 
 
 def _ranks(run: Run) -> float:
@@ -116,15 +100,15 @@ def _per(amount: float, seconds: float) -> float:
 def _rate(run: Run, level: Level) -> float:
     # The configured batch is that of all ranks.
     batch = number(option(run.started.config, "trainer", "batch_size"))
-    return _per(batch, _pace(run)[0]) / _ranks(run)
+    return _per(batch, run.pace[0]) / _ranks(run)
 
 
 def update_extra_s(run: Run, level: Level) -> float:
     """Return K-FAC's mean seconds in a step that decomposes. The run must log every step."""
     seconds = [
         sum(map(number, e.stage_s.values()))
-        for e in run.events
-        if isinstance(e, Trained) and number(e.stage_s.get("Decompose", 0.0)) > 0
+        for e in run.trained
+        if number(e.stage_s.get("Decompose", 0.0)) > 0
     ]
     return fmean(seconds) if seconds else math.nan
 
@@ -132,9 +116,7 @@ def update_extra_s(run: Run, level: Level) -> float:
 def _stage_ms(run: Run, kind: str) -> float:
     """Return the mean milliseconds of a stage in the steps that ran it, without the first one."""
     times_ms = [
-        1e3 * number(e.stage_s[kind])
-        for e in run.events
-        if isinstance(e, Trained) and number(e.stage_s.get(kind, 0.0)) > 0
+        1e3 * number(e.stage_s[kind]) for e in run.trained if number(e.stage_s.get(kind, 0.0)) > 0
     ]
     return fmean(times_ms[1:] or times_ms) if times_ms else math.nan
 
@@ -149,10 +131,10 @@ MEASURES: Mapping[str, Callable[[Run, Level], float]] = {
     "seconds_to_level": lambda run, level: _reached(run, level)[1],
     "epochs_to_level": lambda run, level: _reached(run, level)[2],
     "train_s": train_s,
-    "ms_per_step": lambda run, level: 1e3 * _pace(run)[0],
-    "epoch_s": lambda run, level: _pace(run)[1],
+    "ms_per_step": lambda run, level: 1e3 * run.pace[0],
+    "epoch_s": lambda run, level: run.pace[1],
     "examples_per_s_per_rank": _rate,
-    "steps_per_s_per_rank": lambda run, level: _per(1, _pace(run)[0]) / _ranks(run),
+    "steps_per_s_per_rank": lambda run, level: _per(1, run.pace[0]) / _ranks(run),
     "update_extra_s": update_extra_s,
 }
 COMPUTED = frozenset(

@@ -128,7 +128,7 @@ def _is_first_order(config: Mapping[str, Any]) -> bool:
     return not option(config, "kfac", "enabled") and name not in KRONECKER
 
 
-def times_table(settings: Sequence[Setting], title: str = "Time to target") -> Table:
+def times_table(settings: Sequence[Setting]) -> Table:
     """Return a row per setting with a target: its median steps and seconds, and their interval.
 
     The last column is the seconds over those of the task's best first-order optimizer, without
@@ -166,7 +166,7 @@ def times_table(settings: Sequence[Setting], title: str = "Time to target") -> T
         "of the seconds. Over first-order: seconds over those of the best optimizer without "
         "Kronecker factors (no K-FAC, Shampoo or SOAP)"
     )
-    return Table(title, columns, rows, [note])
+    return Table("Time to target", columns, rows, [note])
 
 
 _WIDTH_IN, _HEIGHT_IN, _AXES_PT = 6.4, 3.9, 190.0

@@ -194,8 +194,9 @@ class Tuning:
     """One study per seed. These are not the seeds of the table, because the runs of the table must
     not choose the settings."""
     space: dict[str, dict[str, Any]] = MISSING
-    """By optimizer and override, a range or a fixed value. A range is ``{log: [low, high]}`` or
-    ``{choice: [...]}``."""
+    """By optimizer and override, a range or a fixed value. A range is ``{log: [low, high]}``,
+    ``{uniform: [low, high]}``, ``{integer: [low, high]}`` with both ends, or ``{choice: [...]}``.
+    """
     experiment: str = MISSING
     """Name of the experiment file of the best trial, with the axes' values filled in."""
     starts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -248,9 +249,13 @@ class Benchmark:
 
 
 def load(name: str) -> Benchmark:
-    """Return conf/benchmark/NAME.yaml, checked against the schema.
+    """Return conf/benchmark/NAME.yaml, or a file of the user's own, checked against the schema.
 
-    Raises :class:`UsageError` if the file does not exist or is not valid.
+    Args:
+        name: The name, or the path of a file that ends in ``.yaml`` or ``.yml``.
+
+    Raises:
+        UsageError: The file does not exist or is not valid.
     """
     path = _path(name)
     try:
@@ -271,13 +276,32 @@ def _parts(path: Path, before: Sequence[Path]) -> list[Any]:
     if path in before:
         raise UsageError(f"{path}: extends: this benchmark extends itself")
     own = OmegaConf.load(path)
-    base = own.get("extends") if isinstance(own, DictConfig) else None
-    if base is None:
+    if not isinstance(own, DictConfig):
+        raise UsageError(f"{path}: is no benchmark: expected title:, axes: and overrides:")
+    if (base := own.get("extends")) is None:
         return [own]
-    return [*_parts(_path(str(base), f"{path}: extends: "), [*before, path]), own]
+    # A file of the user's own may name one beside it.
+    name = str(path.parent / str(base)) if is_file(str(base)) else str(base)
+    return [*_parts(_path(name, f"{path}: extends: "), [*before, path]), own]
+
+
+def is_file(name: str) -> bool:
+    """Return whether the name of a benchmark is the path of a file."""
+    return name.endswith((".yaml", ".yml"))
+
+
+def stem(name: str) -> str:
+    """Return the name of a benchmark in paths: that of the file, without folder and ending."""
+    return Path(name).stem if is_file(name) else name
 
 
 def _path(name: str, where: str = "") -> Path:
+    if is_file(name):
+        if not (file := Path(name)).is_file():
+            raise UsageError(
+                f"{where}{name}: no such file; kfac-bench list prints the names of benchmarks"
+            )
+        return file
     known = compose.options_of("benchmark")
     if name not in known:
         if (line := conf_files.moved("benchmark", name)) is not None:
@@ -303,6 +327,28 @@ def _check_tuning(benchmark: Benchmark, tuning: Tuning, path: Path) -> None:
     for optimizer in benchmark.axes.get("optimizer", []):
         if optimizer not in tuning.space:
             raise UsageError(f"{path}: tuning: the space has no optimizer {optimizer}")
+    for optimizer, space in tuning.space.items():
+        for name, value in space.items():
+            if isinstance(value, dict) and not _is_range(value):
+                raise UsageError(
+                    f"{path}: tuning: {optimizer}: {name}: {value} is no range; write log, uniform "
+                    "or integer: [low, high], or choice: [value, value]"
+                )
+
+
+def _is_range(value: Mapping[str, Any]) -> bool:
+    match value:
+        case {"log": [int() | float() as low, int() | float() as high]}:
+            fits = 0 < low < high
+        case {"uniform": [int() | float() as low, int() | float() as high]}:
+            fits = low < high
+        case {"integer": [int() as low, int() as high]}:
+            fits = low < high
+        case {"choice": [_, *_]}:
+            fits = True
+        case _:
+            fits = False
+    return fits and len(value) == 1
 
 
 NOT_FROZEN = "the task is held out, and no commit has frozen the optimizer (see frozen:)"

@@ -82,10 +82,10 @@ def row(
     seeds: Sequence[int] | None = None,
     only: str = "",
 ) -> BenchmarkRow:
-    """Return the row of conf/benchmark/NAME.yaml.
+    """Return the row of conf/benchmark/NAME.yaml, or of a file of the user's own.
 
     Args:
-        name: Name of the benchmark.
+        name: Name of the benchmark, or the path of its file.
         profile: The size; None: the first profile.
         overrides: Overrides of every cell.
         runs_dir: Where run directories go; None: ``runs/NAME``.
@@ -100,7 +100,7 @@ def row(
     if not benchmark.overrides and not benchmark.computed:
         raise UsageError(f"{name} has no cells: it belongs to kfac-bench try FILE")
     label, sized = schema.profile_of(benchmark, profile)
-    folder = runs_dir or f"runs/{name}"
+    folder = runs_dir or f"runs/{schema.stem(name)}"
     cells = grid.cells(benchmark, folder, seeds, profile, overrides)
     chosen = [cell for cell in cells if cell.label.startswith(only)]
     if only and not chosen:

@@ -1,50 +1,30 @@
 """One trial of a tuning: its settings, its run and its result.
 
-``kfac-bench tune``, ``kfac-bench try`` and the contest decide which trials run. They draw the same
-Halton points (:func:`trial_settings`). A trial whose run has ended is not run again.
+``kfac-bench tune``, ``kfac-bench try`` and the contest decide which trials run, and in which order.
+They draw the same Halton points (:func:`trial_settings`), run them in the same way
+(:class:`TrialRunner`), let optimizers take turns (:func:`take_turns`) and compare results by the
+same rank. A trial whose run has ended is not run again.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from scipy.stats import qmc
 
-from kfac_bench.benchmark import grid, local_runs, run_end, schema
-from kfac_bench.benchmark.grid import WorkSession
-from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Tuning
-from kfac_bench.config import compose
-from kfac_bench.config.command_options import path_word
+from kfac_bench.benchmark import grid, run_end
+from kfac_bench.benchmark.grid import Cell, WorkSession
+from kfac_bench.benchmark.schema import Tuning
 from kfac_bench.errors import UsageError
-from kfac_bench.record import score
-from kfac_bench.record.events import EVENTS_FILE, RunEnded, RunStarted, Trained, read
+from kfac_bench.record import own_files, score
 from kfac_bench.record.runs import Run, load, number, plain
-from kfac_bench.training.run_directory import run_id
 
-
-@dataclass(frozen=True)
-class TuningTrial:
-    """One point of the space with one seed, and its result; a smaller ``key`` is better."""
-
-    settings: Mapping[str, Any]
-    key: tuple[float, float]
-    """Training seconds to target (inf if missed), then the gap between the best metric and the
-    target. The seconds are those of the first session's machine."""
-    here_s: float = math.inf
-    """Training seconds to target on this machine; inf if missed or trained in another session."""
-    is_new: bool = True
-    """True if this command ran the trial, and no earlier one."""
-
-    @property
-    def time_s(self) -> float:
-        """Training seconds to target, inf if missed."""
-        return self.key[0]
-
-    def __str__(self) -> str:
-        result = shown_s(self.time_s) + ("" if math.isinf(self.time_s) else " to target")
-        return f"{shown_settings(self.settings)}: {result}"
+T = TypeVar("T")
+PATIENCE_S = 60.0
+"""Seconds to wait for a run that outlives a killed command. The run saves and ends by itself."""
 
 
 def shown_settings(settings: Mapping[str, Any]) -> str:
@@ -76,9 +56,16 @@ def _value(option: Mapping[str, list[Any]], u: float) -> Any:
         case {"log": [low, high]}:
             # Three digits keep experiment files readable.
             return float(f"{low * (high / low) ** u:.3g}")
+        case {"uniform": [low, high]}:
+            return float(f"{low + (high - low) * u:.4g}")
+        case {"integer": [low, high]}:
+            return low + math.floor(u * (high - low + 1))
         case {"choice": [*choices]}:
             return choices[math.floor(u * len(choices))]
-    raise UsageError(f"tuning space: {dict(option)} is neither log: [low, high] nor choice: [...]")
+    raise UsageError(
+        f"tuning space: {dict(option)} is neither log, uniform or integer: [low, high] nor choice: "
+        "[...]"
+    )
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[str]:
@@ -87,155 +74,62 @@ def overrides_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class PlannedTrial:
-    """A trial that is to be run, and in which turn of the optimizers."""
-
-    kind: str
-    point: Mapping[str, str]
-    settings: Mapping[str, Any]
-    seed: int
-    limit_s: float
-    turn: str
-
-    @property
-    def task(self) -> str:
-        """The task, or "" for a benchmark without this axis."""
-        return self.point.get("task", "")
-
-
-class TrialRunner:
-    """Runs trials of one benchmark in one folder of runs, within a session.
-
-    Args:
-        benchmark: The benchmark, whose tuning section is ``tuning``.
-        tuning: Overrides of every trial.
-        runs_dir: The folder of runs.
-        session: The time limit, the baselines and the store.
-    """
-
-    def __init__(
-        self, benchmark: Benchmark, tuning: Tuning, runs_dir: str, session: WorkSession
-    ) -> None:
-        self._benchmark, self._tuning, self._runs_dir = benchmark, tuning, runs_dir
-        self.session = session
-
-    def trial(
-        self,
-        point: Mapping[str, str],
-        settings: Mapping[str, Any],
-        seed: int,
-        limit_s: float,
-        turn: str,
-    ) -> TuningTrial:
-        """Run a trial of a study, which stops after ``limit_s``.
-
-        A new ``turn`` begins when every optimizer has run one more trial.
-
-        Raises:
-            KeyboardInterrupt: The run was interrupted.
-            TimeIsUp: The trial has not run, and the time limit of the session has passed.
-            UsageError: The options are wrong.
-        """
-        # The limit is no part of the name: in one study later trials have smaller limits only, so
-        # a trial that was stopped would be stopped again. A run without limit has another name.
-        run = PlannedTrial("trial", point, settings, seed, limit_s, turn)
-        return self._run(run, "-trial")
-
-    def final(
-        self, point: Mapping[str, str], settings: Mapping[str, Any], seed: int
-    ) -> TuningTrial:
-        """Run a winner on the seed of another study, without a limit; errors as in `trial`."""
-        run = PlannedTrial("final", point, settings, seed, math.inf, f"final {seed}")
-        return self._run(run, "")
-
-    def _run(self, run: PlannedTrial, suffix: str) -> TuningTrial:
-        overrides = self._overrides(run)
-        config = compose.load(overrides)
-        # Without the job's number, because jobs of a cluster share the directory.
-        name = run_id(config, job="") + suffix
-        path = Path(config.runs_dir) / name
-        is_new = run_end.outcome(path) is None
-        if is_new:
-            self.session.begin(run.task, run.turn)
-            if run.limit_s < (config.trainer.max_train_s or math.inf):
-                overrides.append(f"trainer.max_train_s={run.limit_s}")
-            code, line = local_runs.train_forked([*overrides, f"run_id={name}"])
-            if code == 2:  # The options are wrong, so every other trial would fail too.
-                raise UsageError(f"{' '.join(overrides)}: {line}")
-            # An interrupted trial is no miss: the next start of the command continues it.
-            if code in run_end.INTERRUPTED:
-                raise KeyboardInterrupt
-            if run_end.ended(path) is None:
-                run_end.record_failure(path, name, f"kfac-train: {line} (exit code {code})", code)
-        self.session.keep(run.kind, path, run.point, run.seed, run.settings)
-        time_s, gap = _judge(path, config.trainer.target)
-        comparable_s = time_s * self.session.factor(run.task, run.kind, path)
-        here_s = time_s if self.session.is_own(run.task, run.kind, path) else math.inf
-        return TuningTrial(run.settings, (comparable_s, gap), here_s, is_new)
-
-    def _overrides(self, run: PlannedTrial) -> list[str]:
-        texts = [*self._tuning.overrides]
-        for axis, value in run.point.items():
-            texts += grid.options_of_value(self._benchmark, BenchmarkProfile(), axis, value)
-        base = [schema.fill_in(text, run.point) for text in texts]
-        own = [f"seed={run.seed}", path_word("runs_dir", self._runs_dir)]
-        return [*base, *overrides_of(run.settings), *own]
-
-
-def _judge(path: Path, target: float | None) -> tuple[float, float]:
-    """Return the training seconds to target, and the gap between the best metric and the target."""
-    if target is None or not (path / EVENTS_FILE).exists():
-        return math.inf, math.inf
-    if not any(isinstance(e, RunStarted) for e in read(path)):
-        return math.inf, math.inf
-    run = load(path)
-    gap = abs(score.best_metric(run) - target)
-    return score.time_to_target_s(run), math.inf if math.isnan(gap) else gap
-
-
-@dataclass(frozen=True)
 class TrialResult:
     """A run: its settings, what it reached, and what it cost."""
 
     settings: Mapping[str, Any]
     seed: int
-    run: Run | None
-    """None: the run died before its first event."""
-    failure: str
+    key: tuple[float, float] = (math.inf, math.inf)
+    """The rank of the trial among trials, from :func:`rank`; smaller is better. The seconds are
+    those of the first session's machine."""
+    here_s: float = math.inf
+    """Training seconds to target on this machine; inf if missed or trained in another session."""
+    steps: float = math.inf
+    """Steps to the target; inf if it was missed."""
+    train_s: float = 0.0
+    """Training seconds of the run, until its last event."""
+    failure: str = ""
     """The reason why the process failed; empty if it did not."""
+    message: str = ""
+    """The message of the event with which the run ended."""
+    path: Path | None = None
+    """The run directory; None: the run died before its first event."""
+    is_new: bool = True
+    """True if this command ran the trial, and no earlier one."""
 
     @classmethod
-    def of(cls, path: Path, settings: Mapping[str, Any], seed: int) -> "TrialResult":
-        """Read the run of a directory."""
+    def of(cls, path: Path, settings: Mapping[str, Any], seed: int, **others: Any) -> "TrialResult":
+        """Read the run of a directory.
+
+        Args:
+            path: The directory.
+            settings: The settings of the trial.
+            seed: The seed of the run.
+            others: Further fields.
+        """
         failed = run_end.failure(path)
         failure = "" if failed is None else failed.reason
         try:
             run = load(path)
         except UsageError as error:
-            return cls(settings, seed, None, failure or str(error))
-        return cls(settings, seed, run, failure)
+            return cls(settings, seed, failure=failure or str(error), **others)
+        seconds = [number(e.train_s) for e in run.events]
+        return cls(
+            settings,
+            seed,
+            key=rank(run),
+            steps=score.steps_to_target(run),
+            train_s=max((s for s in seconds if math.isfinite(s)), default=0.0),
+            failure=failure,
+            message=(run.ended.message or "") if run.ended else "",
+            path=path,
+            **others,
+        )
 
     @property
     def time_s(self) -> float:
         """Training seconds to the target; inf if it was missed."""
-        return math.inf if self.run is None else score.time_to_target_s(self.run)
-
-    @property
-    def steps(self) -> float:
-        """Steps to the target; inf if it was missed."""
-        return math.inf if self.run is None else score.steps_to_target(self.run)
-
-    @property
-    def train_s(self) -> float:
-        """Training seconds of the run, until its last event."""
-        events = () if self.run is None else self.run.events
-        seconds = [number(e.train_s) for e in events]
-        return max((s for s in seconds if math.isfinite(s)), default=0.0)
-
-    @property
-    def key(self) -> tuple[float, float]:
-        """The rank of the trial among trials, from :func:`rank`; smaller is better."""
-        return (math.inf, math.inf) if self.run is None else rank(self.run)
+        return self.key[0]
 
     @property
     def has_crashed(self) -> bool:
@@ -245,22 +139,11 @@ class TrialResult:
     @property
     def reason(self) -> str:
         """The reason why the target was missed, in a few words; empty if it was reached."""
-        if math.isfinite(self.time_s):
-            return ""
-        if self.failure:
-            return plain(self.failure)
-        ended = [e for e in self.run.events if isinstance(e, RunEnded)] if self.run else []
-        return plain(ended[-1].message) if ended and ended[-1].message else ""
+        return "" if math.isfinite(self.time_s) else plain(self.failure or self.message)
 
-    @property
-    def curve(self) -> list[tuple[float, float]]:
-        """Training seconds and metric of each evaluation."""
-        return [(s, m) for _, s, m in score.metric_curve(self.run)] if self.run else []
-
-    @property
-    def trained(self) -> list[Trained]:
-        """The events of training steps."""
-        return [e for e in self.run.events if isinstance(e, Trained)] if self.run else []
+    def run(self) -> Run | None:
+        """Read the whole run from its directory; None if it died before its first event."""
+        return load(self.path) if self.path else None
 
     def __str__(self) -> str:
         shown = shown_settings(self.settings)
@@ -278,3 +161,95 @@ def rank(run: Run) -> tuple[float, float]:
     best = score.best_metric(run)
     signed = -best if run.started.higher_is_better else best
     return score.time_to_target_s(run), signed if math.isfinite(best) else math.inf
+
+
+class TrialRunner:
+    """Runs trials within a session, unless they have run.
+
+    Args:
+        session: The time limit, the baselines and the store.
+        is_strict: Whether options that are wrong end the command. Otherwise they are a failure of
+            this trial, like any other.
+
+    Attributes:
+        wall_s: Seconds of wall time of the trials that this process has run.
+        train_s: Their training seconds.
+        runs: Their number.
+    """
+
+    def __init__(self, session: WorkSession, *, is_strict: bool) -> None:
+        self.session, self._is_strict = session, is_strict
+        self.wall_s = self.train_s = 0.0
+        self.runs = 0
+
+    def run(
+        self, cell: Cell, settings: Mapping[str, Any], kind: str = "trial", turn: str = ""
+    ) -> TrialResult:
+        """Run a trial and return its result; a failure is a result like any other.
+
+        Args:
+            cell: The run.
+            settings: Its settings.
+            kind: What the store calls it.
+            turn: A new turn begins when every optimizer has run one more trial.
+
+        Raises:
+            KeyboardInterrupt: The run was interrupted.
+            TimeIsUp: The trial has not run, and the time limit of the session has passed.
+            UsageError: The options are wrong, or an earlier process still writes to the directory.
+        """
+        path, task, began = cell.path(), cell.point.get("task", ""), time.monotonic()
+        is_new = run_end.outcome(path) is None
+        if is_new:
+            wait_until_free(path)
+            self.session.begin(task, turn)
+            self._train(cell)
+        self.session.keep(kind, path, cell.point, cell.seed, settings)
+        result = TrialResult.of(path, settings, cell.seed, is_new=is_new)
+        if is_new:
+            self.wall_s += time.monotonic() - began
+            self.train_s += result.train_s
+            self.runs += 1
+        time_s, metric = result.key
+        here_s = time_s if self.session.is_own(task, kind, path) else math.inf
+        key = time_s * self.session.factor(task, kind, path), metric
+        return replace(result, key=key, here_s=here_s)
+
+    def _train(self, cell: Cell) -> None:
+        code, line = grid.train(cell)
+        if code == 2 and self._is_strict:  # Every other trial would fail, too.
+            raise UsageError(f"{' '.join(cell.overrides)}: {grid.bare(line)}")
+        # An interrupted trial is no miss: the next start of the command continues it.
+        if code in run_end.INTERRUPTED:
+            raise KeyboardInterrupt
+        grid.record_end(cell, code, line)
+
+
+def take_turns(names: Iterable[T], run_next: Callable[[T], bool]) -> None:
+    """Let each optimizer run its next trial in turn, so that a slow hour slows all alike.
+
+    Args:
+        names: The optimizers.
+        run_next: Runs a trial of an optimizer; returns False if the optimizer has no further one.
+    """
+    every, has_run = list(names), True
+    while has_run:
+        # A list, because any() alone would leave out optimizers after the first that has run.
+        turn = [run_next(name) for name in every]
+        has_run = any(turn)
+
+
+def wait_until_free(directory: Path) -> None:
+    """Wait until no process writes to a run directory.
+
+    Raises:
+        UsageError: A process still writes to it after a minute.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while own_files.is_locked(directory):
+        if time.monotonic() >= deadline:
+            raise UsageError(
+                f"{directory}: a process of an earlier command still trains here. End that "
+                "process; the same command then continues"
+            )
+        time.sleep(own_files.POLL_S)

@@ -25,14 +25,23 @@ from typing import Any
 
 import yaml
 
-from kfac_bench.benchmark import performance_profile, schema
-from kfac_bench.benchmark.grid import TimeIsUp, WorkSession
-from kfac_bench.benchmark.schema import Benchmark, Tuning
-from kfac_bench.benchmark.trials import TrialRunner, TuningTrial, shown_s, trial_settings
+from kfac_bench.benchmark import grid, performance_profile, schema
+from kfac_bench.benchmark.grid import Cell, TimeIsUp, WorkSession
+from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Tuning
+from kfac_bench.benchmark.trials import (
+    TrialResult,
+    TrialRunner,
+    overrides_of,
+    shown_s,
+    take_turns,
+    trial_settings,
+)
 from kfac_bench.config import compose
+from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
 from kfac_bench.report.tables import Table, Value
+from kfac_bench.training.run_directory import run_id
 from kfac_bench.whole_files import write_text
 
 
@@ -42,9 +51,9 @@ class Search:
 
     name: str
     point: Mapping[str, str]
-    studies: dict[int, list[TuningTrial]] = field(default_factory=dict)
+    studies: dict[int, list[TrialResult]] = field(default_factory=dict)
 
-    def best(self, seed: int) -> TuningTrial:
+    def best(self, seed: int) -> TrialResult:
         """Return the winner of the study with this seed."""
         return min(self.studies[seed], key=lambda t: t.key)
 
@@ -83,11 +92,13 @@ def tune(
     """
     tuning = check(benchmark, out)
     searches = _searches(benchmark, tuning, only, say)
-    runner = TrialRunner(benchmark, tuning, runs_dir, session or WorkSession())
+    runs = TuningRuns(benchmark, tuning, runs_dir, session or WorkSession())
+    for search in searches:
+        runs.check(search.point, trial_settings(tuning, search.point["optimizer"])[0])
     try:
-        _run_studies(tuning, searches, runner, say)
+        _run_studies(tuning, searches, runs, say)
         for search in searches:
-            best, times = _final(tuning, search, runner)
+            best, times = _final(tuning, search, runs)
             path = out / f"{search.name}.yaml"
             text = experiment_yaml(tuning, search.point, search.reached, best, times)
             write_text(path, text, make_folder=True)
@@ -140,32 +151,90 @@ def _searches(
     return [search for search in chosen if schema.may_run(benchmark, search.point)]
 
 
+class TuningRuns:
+    """The runs of a benchmark's tuning, in one folder.
+
+    Args:
+        benchmark: The benchmark, whose tuning section is ``tuning``.
+        tuning: Overrides of every trial.
+        runs_dir: The folder of runs.
+        session: The time limit, the baselines and the store.
+    """
+
+    def __init__(
+        self, benchmark: Benchmark, tuning: Tuning, runs_dir: str, session: WorkSession
+    ) -> None:
+        self._benchmark, self._tuning, self._runs_dir = benchmark, tuning, runs_dir
+        self._runner = TrialRunner(session, is_strict=True)
+
+    def check(self, point: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+        """Raise :class:`UsageError` if the options of a trial are wrong, before any trial runs."""
+        compose.load(self._words(point, settings, seed=0))
+
+    def run(
+        self,
+        point: Mapping[str, str],
+        settings: Mapping[str, Any],
+        seed: int,
+        turn: str,
+        limit_s: float | None = None,
+    ) -> TrialResult:
+        """Run a trial of a study; see :meth:`TrialRunner.run`.
+
+        ``limit_s`` is its longest training, infinite without a limit yet. None: it is the run of a
+        winner on the seed of another study, which has no limit.
+        """
+        words = self._words(point, settings, seed)
+        config = compose.load(words)
+        # The limit is no part of the name: in one study later trials have smaller limits only, so
+        # a trial that was stopped would be stopped again. A run without limit has another name. The
+        # job's number is no part of it either, because jobs of a cluster share the directory.
+        name = run_id(config, job="") + ("" if limit_s is None else "-trial")
+        if limit_s is not None and limit_s < (config.trainer.max_train_s or math.inf):
+            words.append(f"trainer.max_train_s={limit_s}")
+        cell = Cell(name, tuple(words), 1, point, seed, folder=Path(config.runs_dir) / name)
+        return self._runner.run(cell, settings, "final" if limit_s is None else "trial", turn)
+
+    def _words(self, point: Mapping[str, str], settings: Mapping[str, Any], seed: int) -> list[str]:
+        texts = [*self._tuning.overrides]
+        for axis, value in point.items():
+            texts += grid.options_of_value(self._benchmark, BenchmarkProfile(), axis, value)
+        own = [f"seed={seed}", path_word("runs_dir", self._runs_dir)]
+        return [*(schema.fill_in(t, point) for t in texts), *overrides_of(settings), *own]
+
+
 def _run_studies(
-    tuning: Tuning, searches: Sequence[Search], runner: TrialRunner, say: Callable[[str], None]
+    tuning: Tuning, searches: Sequence[Search], runs: TuningRuns, say: Callable[[str], None]
 ) -> None:
-    """Run the trials of all experiments in turn, so that a slow hour slows every optimizer."""
+    """Run the studies, one after the other. In a study the optimizers take turns."""
     total = len(tuning.seeds) * tuning.trials
     before: int | None = 0  # finished trials ahead of the first new one; None: it has run
     for study, seed in enumerate(tuning.seeds):
-        for number in range(tuning.trials):
-            done = study * tuning.trials + number + 1
-            for search in searches:
-                settings = trial_settings(tuning, search.point["optimizer"], study)[number]
-                trials = search.studies.setdefault(seed, [])
-                limit_s = tuning.patience * min((t.here_s for t in trials), default=math.inf)
-                trials.append(runner.trial(search.point, settings, seed, limit_s, f"turn {done}"))
-                if before is not None and not trials[-1].is_new:
-                    before += 1
-                    continue
-                if before:
-                    say(f"{before} trials had finished before")
-                before = None
-                say(f"[{done}/{total}] {search.name} seed {seed} {trials[-1]}")
+
+        def run_next(search: Search, study: int = study, seed: int = seed) -> bool:
+            nonlocal before
+            trials = search.studies.setdefault(seed, [])
+            if len(trials) == tuning.trials:
+                return False
+            settings = trial_settings(tuning, search.point["optimizer"], study)[len(trials)]
+            done = study * tuning.trials + len(trials) + 1
+            limit_s = tuning.patience * min((t.here_s for t in trials), default=math.inf)
+            trials.append(runs.run(search.point, settings, seed, f"turn {done}", limit_s))
+            if before is not None and not trials[-1].is_new:
+                before += 1
+                return True
+            if before:
+                say(f"{before} trials had finished before")
+            before = None
+            say(f"[{done}/{total}] {search.name} seed {seed} {trials[-1]}")
+            return True
+
+        take_turns(searches, run_next)
     if before:
         say(f"all {before} trials had finished before")
 
 
-def _final(tuning: Tuning, search: Search, runner: TrialRunner) -> tuple[TuningTrial, list[float]]:
+def _final(tuning: Tuning, search: Search, runs: TuningRuns) -> tuple[TrialResult, list[float]]:
     """Run each study's winner on the seeds of all studies; return the best and its times by seed.
 
     The best winner has the smallest median time, or the smallest median gap if times are equal.
@@ -174,7 +243,9 @@ def _final(tuning: Tuning, search: Search, runner: TrialRunner) -> tuple[TuningT
     for own in tuning.seeds:
         winner = search.best(own)
         on_seeds = [
-            winner if seed == own else runner.final(search.point, winner.settings, seed)
+            winner
+            if seed == own
+            else runs.run(search.point, winner.settings, seed, f"final {seed}")
             # A winner that missed its own study's target is not run on other seeds.
             for seed in (tuning.seeds if not math.isinf(winner.time_s) else [own])
         ]
@@ -214,24 +285,29 @@ def experiment_yaml(
     tuning: Tuning,
     point: Mapping[str, str],
     reached: int,
-    best: TuningTrial,
+    best: TrialResult,
     times: Sequence[float],
 ) -> str:
     """Return the best trial as a file for conf/experiment, with a comment on how it was found.
 
     ``reached`` of all trials met the target; ``times`` are those of the best one by seed.
     """
-    groups = {k: v for k, v in best.settings.items() if "." not in k}
+    words = [schema.fill_in(text, point) for text in tuning.overrides]
+    parents = [word.removeprefix("experiment=") for word in words if word.startswith("experiment=")]
+    settings = dict(best.settings)
+    if not parents:  # the words of every trial say then what was trained, and how long
+        pairs = (word.split("=", 1) for word in words if "=" in word)
+        settings = {k: yaml.safe_load(v) for k, v in pairs if k != "logger"} | settings
+    groups = {k: v for k, v in settings.items() if "." not in k}
     tree: dict[str, Any] = {}
-    for key, value in best.settings.items():
+    for key, value in settings.items():
         group, _, option = key.partition(".")
         if option:
             tree.setdefault(group, {})[option] = value
     if label := tuning.labels.get(point["optimizer"]):
         tree = {"label": label, **tree}
-    parent: str = schema.fill_in(tuning.overrides[0], point).removeprefix("experiment=")
     defaults = [
-        f"/experiment/{parent}",
+        *(f"/experiment/{parent}" for parent in parents),
         *({f"override /{k}": v} for k, v in groups.items()),
         "_self_",
     ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kfac_bench import report
-from kfac_bench.benchmark import figure, result_tables, suite
+from kfac_bench.benchmark import figure, result_tables, schema, suite
 from kfac_bench.benchmark.result import Line
 from kfac_bench.benchmark.suite import Attempt, BenchmarkRow
 from kfac_bench.errors import UsageError
@@ -190,7 +190,7 @@ def into(
     rows: list[list[Value]] = []
     pages = []
     for each in written:
-        name = each.row.name
+        name = schema.stem(each.row.name)
         page = Path("results") / (each.row.profile or "report") / f"{name}.md"
         title = f"# {each.row.full_name}"
         write_text(document.parent / page, _short(each, title), make_folder=True)

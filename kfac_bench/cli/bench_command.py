@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from kfac_bench.cli.compare_command import add_compare
 from kfac_bench.cli.entry import Parser
-from kfac_bench.cli.runs_command import add_dashboard, add_export, add_profile, add_runs, add_wandb
+from kfac_bench.cli.runs_command import (
+    add_compare,
+    add_dashboard,
+    add_export,
+    add_profile,
+    add_runs,
+    add_wandb,
+)
 from kfac_bench.cli.scaling_command import add_scaling
 from kfac_bench.cli.setup_command import add_completion, add_slurm
 from kfac_bench.cli.suite_command import add_list, add_report, add_run

@@ -93,7 +93,9 @@ def add_report(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _add_words(command: Parser) -> None:
     command.add_argument(
-        "benchmark", help="a name from kfac-bench list; all: every table and figure of the papers"
+        "benchmark",
+        help="a name from kfac-bench list, or a YAML file of your own; all: every table and figure "
+        "of the papers",
     )
     command.add_argument(
         "words",
@@ -158,7 +160,7 @@ def _list(options: argparse.Namespace) -> int:
 
 def _rows(options: argparse.Namespace, only: str) -> list[BenchmarkRow]:
     """Return the rows that the options name, with the cells of `only`."""
-    from kfac_bench.benchmark import suite
+    from kfac_bench.benchmark import schema, suite
 
     _separate_seeds(options)
     overrides = options.words
@@ -173,6 +175,10 @@ def _rows(options: argparse.Namespace, only: str) -> list[BenchmarkRow]:
     for row in rows:
         if overrides and row.cells:
             row.cells[0].config()  # A wrong override is reported before anything runs.
+        elif schema.is_file(row.name):
+            for cell in row.cells:
+                if cell.seed == row.cells[0].seed:
+                    cell.config()
     return rows
 
 
@@ -310,7 +316,7 @@ def _compare(row: BenchmarkRow) -> None:
     """Report as ``kfac-bench compare``, for a benchmark without quantities."""
     from kfac_bench.benchmark import run_end, suite
     from kfac_bench.benchmark.suite import AttemptState
-    from kfac_bench.cli import compare_command
+    from kfac_bench.cli import runs_command
     from kfac_bench.record.events import EVENTS_FILE
 
     found = suite.attempts(row)
@@ -330,7 +336,7 @@ def _compare(row: BenchmarkRow) -> None:
     if new:
         say(f"not run yet: {new} of {counted(len(found), 'cell')}")
     if began:
-        compare_command.compare(began, row.folder / "report.html", None, False)
+        runs_command.compare(began, row.folder / "report.html", None, False)
 
 
 def _show(table: Table) -> None:

@@ -36,7 +36,9 @@ def add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def add_tuning_options(command: Parser, out: str) -> None:
     """Add the common options of commands that read or make the trials of a tuning."""
-    command.add_argument("benchmark", help="a benchmark with a tuning section, such as demo")
+    command.add_argument(
+        "benchmark", help="a benchmark with a tuning section, such as demo, or its YAML file"
+    )
     command.add_argument("--runs-dir", help="where run directories go (default: runs/NAME_tuning)")
     command.add_argument("--out", type=Path, required=True, help=out)
     add_session_options(command)
@@ -60,7 +62,7 @@ def tuning_session(
     from kfac_bench.benchmark import schema, tune
 
     benchmark = schema.load(options.benchmark)
-    runs_dir = options.runs_dir or f"runs/{options.benchmark}_tuning"
+    runs_dir = options.runs_dir or f"runs/{schema.stem(options.benchmark)}_tuning"
     tune.check(benchmark, options.out)
     return benchmark, runs_dir, open_session(options, benchmark, "tuning", runs_dir)
 

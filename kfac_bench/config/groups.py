@@ -8,7 +8,7 @@ CONTRIBUTING.md shows an example.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -101,6 +101,8 @@ class DataConfig(Section):
     """Classes that a dry run assumes, because a dry run reads no data."""
     reads_folder: ClassVar[bool] = False
     """True if the dataset is read from the folder ``root``."""
+    has_photographs: ClassVar[bool] = False
+    """True if ``auto_augment`` fits the images."""
 
     name: str = option(MISSING, "dataset", RESULT, choices=TABLES["data"])
     root: str | None = option(
@@ -125,6 +127,20 @@ class DataConfig(Section):
         "turn; coco: flip)",
         RESULT,
     )
+    auto_augment: str | None = option(
+        None,
+        "method of torchvision that changes training images further, for imagefolder, shards and "
+        "cifar10; null: none",
+        RESULT,
+        choices=("randaugment", "trivialaugment"),
+    )
+    mixup: float = option(
+        0.0,
+        "mix pairs of training images and their labels (mixup): alpha of the Beta distribution of "
+        "the share, such as 0.2; 0: no mixing. Each rank mixes its own examples",
+        RESULT,
+        at_least=0,
+    )
     on_error: str = option(
         "fatal",
         "what a damaged or missing file does: fatal: ends the run; skip: its examples are left out",
@@ -140,7 +156,19 @@ class DataConfig(Section):
     )
 
     def check(self, config: Any) -> None:
-        """Refuse a folder for a dataset that reads none."""
+        """Refuse a folder, a random augmentation or mixup where the dataset has no use for it."""
+        if self.auto_augment is not None and not (self.has_photographs and self.augment):
+            fitting = [name for name, data in TABLES["data"].items() if data.has_photographs]
+            raise UsageError(
+                f"data.auto_augment={self.auto_augment} needs data.augment=true and data="
+                f"{' or '.join(fitting)}, not data.augment={str(self.augment).lower()} and data="
+                f"{self.name}; set data.auto_augment=null"
+            )
+        if self.mixup and config.task.name != "classification":
+            raise UsageError(
+                f"data.mixup={self.mixup:g} mixes classes, which task={config.task.name} does not "
+                "have: use task=classification, or set data.mixup=0"
+            )
         if self.root is not None and not self.reads_folder:
             raise UsageError(
                 f"data.root={self.root}: data={self.name} reads no folder. Remove data.root, or "
@@ -181,10 +209,15 @@ class ModelConfig(Section):
     name: str = option(MISSING, "architecture", RESULT, choices=TABLES["model"])
     weights: str | None = option(
         None,
-        "weights to start from: a run directory, a .safetensors file, or a folder with "
-        "model.safetensors; the state of the optimizer is not read",
+        "weights to start from: a run directory, a file (.safetensors, or of torch.save), or a "
+        "folder with model.safetensors; the state of the optimizer is not read",
         RESULT,
     )
+
+    @classmethod
+    def architectures(cls) -> Sequence[str]:
+        """Return the names that the option ``model.architecture`` may have, if there is one."""
+        return ()
 
     def build(self, shape: tuple[int, ...], num_classes: int, task: str) -> nn.Module:
         """Return the network with random weights.

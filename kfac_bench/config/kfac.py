@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,13 +11,20 @@ from omegaconf import MISSING
 
 from kfac_bench.config.options import RESULT, Section, check_patterns, option
 from kfac_bench.core.kfac_options import OPTIONS, unused_by_eigen_adam
+from kfac_bench.core.options import Option
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.errors import UsageError
 
 
-def option_of_core(name: str, *, original: Any = MISSING, resumable: bool = False) -> Any:
-    """Return the field of an option of KFAC, with the default, meaning and range of the core."""
-    core = OPTIONS[name]
+def option_of_core(
+    name: str,
+    *,
+    table: Mapping[str, Option] = OPTIONS,
+    original: Any = MISSING,
+    resumable: bool = False,
+) -> Any:
+    """Return the field of an option in a table of the core, with its default, meaning and range."""
+    core = table[name]
     return option(
         [*core.default] if isinstance(core.default, tuple) else core.default,
         re.sub(r"\bNone\b", "null", core.meaning),

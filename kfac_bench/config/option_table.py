@@ -258,6 +258,11 @@ def no_such_choice(group: str, word: str, choices: Sequence[str]) -> str:
     """Return the line about an unknown choice of a group, such as ``model=resnet51``."""
     if reason := _REMOVED.get((group, word)):
         return f"{group}={word}: {reason}"
+    name = word.rpartition("/")[2]  # timm/resnet18
+    # torchvision, which is always installed, before timm
+    for choice in reversed(list(TABLES["model"])) if group == "model" else ():
+        if name in TABLES["model"][choice].architectures():
+            return f"model={word}: write model={choice} model.architecture={name}"
     return f"{group}={word}: no such {group}{_instead(group, word, choices)}"
 
 

@@ -126,6 +126,40 @@ class TrainerConfig(Section):
         RESULT,
         at_least=1,
     )
+    clip_grad_norm: float | None = option(
+        None,
+        "largest norm of the gradient of all weights together; null: no limit",
+        RESULT,
+        above=0,
+    )
+    clip_grad_when: str = option(
+        "before",
+        "when trainer.clip_grad_norm limits the gradient: before K-FAC changes it, or after",
+        RESULT,
+        choices=("before", "after"),
+    )
+    ema: float | None = option(
+        None,
+        "decay of an exponential moving average of the weights, which evaluations, predictions "
+        "and exports use instead of the weights, such as 0.999; null: no average",
+        RESULT,
+        above=0,
+        below=1,
+    )
+    compile: bool = option(
+        False,
+        "compile the model with torch.compile; steps that update factors run without it",
+        RESULT,
+    )
+    checkpoint_activations: bool = option(
+        False,
+        "compute the activations inside the blocks of the model a second time in backward, "
+        "which needs less memory; the results are the same",
+        RESULT,
+    )
+    sync_batch_norm: bool = option(
+        False, "compute batch norm over the examples of all ranks; needs GPUs", RESULT
+    )
     channels_last: bool = option(
         False,
         "store images and convolution weights with channels innermost; the results are the same",
@@ -168,13 +202,38 @@ class TrainerConfig(Section):
                 f"trainer.accumulate={self.accumulate} is more than "
                 f"trainer.batch_size={self.batch_size}: a part needs an example"
             )
-        if self.channels_last and config.backend.cuts_weights:
+        if self.clip_grad_when == "after" and self.clip_grad_norm is None:
             raise UsageError(
-                f"trainer.channels_last=true does not fit backend={config.backend.name}, which "
-                "cuts weights up in the usual order; use backend=ddp"
+                "trainer.clip_grad_when=after has no effect without a limit: set "
+                "trainer.clip_grad_norm too"
+            )
+        if self.compile:
+            self._check_compile(config)
+        for name in ("channels_last", "compile", "ema"):
+            if getattr(self, name) and config.backend.cuts_weights:
+                raise UsageError(
+                    f"trainer.{name}={str(getattr(self, name)).lower()} does not fit "
+                    f"backend={config.backend.name}, which cuts weights up; use backend=ddp"
+                )
+        if self.sync_batch_norm and config.backend.name == "horovod":
+            raise UsageError(
+                "trainer.sync_batch_norm=true does not fit backend=horovod, whose ranks torch does "
+                "not know; use backend=ddp"
             )
         if self.clock == "cpu":
             self._check_cpu_clock(config.data.workers)
+
+    def _check_compile(self, config: TrainConfig) -> None:
+        if config.task.name == "detection":
+            raise UsageError(
+                "trainer.compile=true does not fit task=detection: each batch has other sizes of "
+                "images and boxes, and a graph has fixed sizes; set trainer.compile=false"
+            )
+        if self.checkpoint_activations:
+            raise UsageError(
+                "trainer.compile=true does not fit trainer.checkpoint_activations=true: "
+                "torch.compile decides what backward computes again; set one of them to false"
+            )
 
     def _check_cpu_clock(self, workers: int) -> None:
         """Allow one processor only: the seconds of a second one would not be counted."""

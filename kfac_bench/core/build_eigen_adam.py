@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
-from kfac_bench.core.kfac_options import KFACOptions
+from kfac_bench.core.kfac_options import EIGEN_ADAM_BETAS, KFACOptions
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.preconditioner import KFAC
 from kfac_bench.core.validation import check_is_model
@@ -26,7 +26,7 @@ KFAC_DEFAULTS: KFACOptions = {
 def eigen_adam(
     model: nn.Module,
     lr: float = 1e-3,
-    betas: tuple[float, float] = (0.8, 0.95),
+    betas: tuple[float, float] = EIGEN_ADAM_BETAS,
     *,
     params: Iterable[Any] | None = None,
     scaler: Any = None,

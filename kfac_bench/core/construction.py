@@ -151,7 +151,7 @@ def _mark_hidden(
     layers: list[Layer], adam: EigenAdam | None, model_parallel: Collective | None
 ) -> AdamRule | None:
     """Return the rule of method eigen_adam, None for other methods; mark the layers it needs."""
-    if adam is None or adam.orthogonalize != "linear":
+    if adam is None or adam.rule.options["orthogonalize"] != "linear":
         return None if adam is None else adam.rule
     has_output = model_parallel is None or model_parallel.rank == model_parallel.world_size - 1
     device = layers[0].weight.device

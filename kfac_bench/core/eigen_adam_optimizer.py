@@ -5,7 +5,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from kfac_bench.core.distributed.dtensor import is_sharded
 from kfac_bench.core.execution.adam import AdamRule
-
-ORTHOGONALIZE = ("linear", "none")
+from kfac_bench.core.kfac_options import EIGEN_ADAM_BETAS, EigenAdamOptions
+from kfac_bench.core.options import checked, takes_options
 
 KEY = "kfac"
 """The entry of a parameter's state that holds the state of K-FAC."""
@@ -103,6 +103,7 @@ def _has_direction(p: Tensor) -> bool:
     return weight is not None and weight.grad is not None
 
 
+@takes_options(EigenAdamOptions)
 class EigenAdam(AdamW):
     """Adam in the eigenbasis of K-FAC's factors; use it with :class:`KFAC` of the same model.
 
@@ -118,21 +119,7 @@ class EigenAdam(AdamW):
         betas: Decay of the running means of the gradient and of its square.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay.
-        orthogonalize: Which layers get orthogonalized updates, as in Muon (Jordan et al. 2024).
-            ``linear`` (default): linear layers but the last one, and but layers with more than
-            8192 outputs (vocabulary heads). ``none``: no layer.
-        scale: Factor of Adam's direction in the eigenbasis. Steps in the eigenbasis may be longer
-            than those of AdamW; docs/lab/eigen_adam.md shows how the default
-            was chosen.
-        orthogonal_scale: Root mean square of the entries of an orthogonalized update at lr=1, if
-            all its singular values are 1.
-        orthogonal_steps: Newton-Schulz steps.
-        update_clip: No layer's update has a root mean square above ``update_clip / sqrt(inputs)``,
-            whatever the learning rate (update clipping, Shazeer & Stern 2018). 1 / sqrt(inputs) is
-            about the root mean square of the initial weights, so 0.03 (default) allows changes of
-            a few percent per step. An embedding counts as having one input. None: no limit.
-        decomposition: How eigenvectors are updated. ``qr`` (default): one QR step from the last
-            eigenvectors, after the first ``eigh``. ``eigh``: always ``eigh``.
+        options: The options in ``kfac_options.py``, with type, default and meaning of each.
 
     Raises:
         ValueError: An option is out of range.
@@ -145,42 +132,15 @@ class EigenAdam(AdamW):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.8, 0.95),
+        betas: tuple[float, float] = EIGEN_ADAM_BETAS,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        *,
-        orthogonalize: str = "linear",
-        scale: float = 3.0,
-        orthogonal_scale: float = 1.0,
-        orthogonal_steps: int = 3,
-        update_clip: float | None = 0.03,
-        decomposition: str = "qr",
+        **options: Unpack[EigenAdamOptions],
     ) -> None:
-        for name, value, choices in (
-            ("orthogonalize", orthogonalize, ORTHOGONALIZE),
-            ("decomposition", decomposition, ("qr", "eigh")),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name}={value!r}: choose one of {', '.join(choices)}")
-        for name, number in (("scale", scale), ("orthogonal_scale", orthogonal_scale)):
-            if not number > 0:
-                raise ValueError(f"{name}={number}: must be above 0")
-        if update_clip is not None and not update_clip > 0:
-            raise ValueError(f"update_clip={update_clip}: must be above 0, or None")
-        if orthogonal_steps < 1:
-            raise ValueError(f"orthogonal_steps={orthogonal_steps}: must be at least 1")
-        self.orthogonalize = orthogonalize
+        values = cast("EigenAdamOptions", checked("EigenAdam", EigenAdamOptions, options))
         self._waiting: dict[Tensor, Any] = {}
         self._lacks_kfac = False
-        self.rule = AdamRule(
-            betas,
-            eps,
-            scale,
-            orthogonal_scale,
-            orthogonal_steps,
-            update_clip,
-            has_qr_steps=decomposition == "qr",
-        )
+        self.rule = AdamRule(betas, eps, values)
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -190,7 +150,7 @@ class EigenAdam(AdamW):
             waiting |= each.by_parameter()
         # AdamW's own copy needs its entries for each parameter in the state.
         own = {p: entry for p, entry in self.state.items() if "exp_avg" in entry}
-        packed |= {"rule": self.rule, "orthogonalize": self.orthogonalize}
+        packed |= {"rule": self.rule}
         return packed | {"state": defaultdict(dict, own), "_waiting": waiting, "_lacks_kfac": False}
 
     @torch.no_grad()

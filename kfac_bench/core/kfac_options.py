@@ -1,16 +1,13 @@
-"""The options of :class:`KFAC`: each option once, with its type, default, meaning and range.
+"""The options of :class:`KFAC` and of :class:`.EigenAdam`: each once, with all that is said of it.
 
-The signature and the docstring of KFAC and the options of ``kfac-train`` are made of this table.
+The signatures and docstrings of both and the options of ``kfac-train`` are made of these tables.
 The command line must start fast, so this file needs no torch.
 """
 
-import difflib
-import inspect
-import textwrap
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, cast, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, cast
 
+from kfac_bench.core.options import Option, table
 from kfac_bench.core.planning.budget import Choice
 from kfac_bench.core.planning.plan import BALANCES, IDENTITY, METHODS, STRATEGIES
 from kfac_bench.core.schedule import Doubling, Schedule, Schedules
@@ -18,42 +15,10 @@ from kfac_bench.core.schedule import Doubling, Schedule, Schedules
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
-
 MAX_DIM = 8192
 """Default of ``max_dim``."""
 DEFAULT_SKIP = ("Norm", "Embedding")
 """Default of ``skip``: the papers precondition neither."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """The default, the meaning and the range of an option of :class:`KFAC`."""
-
-    default: Any
-    meaning: str
-    """A sentence without its capital and its stop. ``kfac-train --help`` prints it."""
-    details: str = ""
-    """Further sentences for the docstring of KFAC, and lists."""
-    choices: tuple[str, ...] = ()
-    """The allowed strings; empty if any value is allowed."""
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-    is_compared: bool = False
-    """True if ranks compare the option itself before the first step. Most options are part of the
-    plan or of the schedules, which ranks compare as well."""
-
-    def entry(self, name: str, default: object) -> str:
-        """Return the whole text under ``name``, as the section ``Args`` of a docstring has it."""
-        text = f"{name}: {self.meaning[0].upper()}{self.meaning[1:]}. Default: ``{default!r}``."
-        details = inspect.cleandoc(self.details)
-        if details.startswith("*"):  # a list stays as it is, only the first paragraph is wrapped
-            details = f"\n\n{details}"
-        first, gap, others = details.partition("\n\n")
-        lines = textwrap.wrap(f"{text} {first}", 92, subsequent_indent="    ")
-        return "\n".join(lines) + gap + textwrap.indent(others, "    ")
 
 
 class KFACOptions(TypedDict, total=False):
@@ -469,10 +434,78 @@ class KFACOptions(TypedDict, total=False):
     ]
 
 
-OPTIONS: Mapping[str, Option] = {
-    name: hint.__metadata__[0] for name, hint in KFACOptions.__annotations__.items()
-}
+OPTIONS: Mapping[str, Option] = table(KFACOptions)
 """The options of KFAC, by name."""
+
+
+class EigenAdamOptions(TypedDict, total=False):
+    """The keywords of :class:`.EigenAdam` that AdamW does not have."""
+
+    orthogonalize: Annotated[
+        str,
+        Option(
+            default="linear",
+            choices=("linear", "none"),
+            meaning="layers whose updates are orthogonalized: linear (all linear layers but the "
+            "last) or none",
+            details="""
+                Updates are orthogonalized as in Muon (Jordan et al. 2024). ``linear`` also leaves
+                out layers with more than 8192 outputs (vocabulary heads).
+                """,
+        ),
+    ]
+    scale: Annotated[
+        float,
+        Option(
+            default=3.0,
+            above=0,
+            meaning="factor of Adam's direction in the eigenbasis",
+            details="""
+                Steps in the eigenbasis may be longer than those of AdamW;
+                docs/lab/eigen_adam.md shows how the default was chosen.
+                """,
+        ),
+    ]
+    orthogonal_scale: Annotated[
+        float,
+        Option(
+            default=1.0,
+            above=0,
+            meaning="root mean square of an orthogonalized update at lr=1",
+            details="This holds for an update whose singular values are all 1.",
+        ),
+    ]
+    orthogonal_steps: Annotated[int, Option(default=3, at_least=1, meaning="Newton-Schulz steps")]
+    update_clip: Annotated[
+        float | None,
+        Option(
+            default=0.03,
+            above=0,
+            meaning="largest root mean square of a layer's update, times the root of its inputs; "
+            "None: any",
+            details="""
+                The limit holds whatever the learning rate (update clipping, Shazeer & Stern 2018).
+                1 / sqrt(inputs) is about the root mean square of the initial weights, so the
+                default allows changes of a few percent per step. An embedding counts as having one
+                input.
+                """,
+        ),
+    ]
+    decomposition: Annotated[
+        str,
+        Option(
+            default="qr",
+            choices=("qr", "eigh"),
+            meaning="how eigenvectors are updated: one QR step from the last ones (qr), or eigh",
+            details="With ``qr``, the first decomposition is ``eigh``.",
+        ),
+    ]
+
+
+EIGEN_ADAM_OPTIONS: Mapping[str, Option] = table(EigenAdamOptions)
+"""The options of EigenAdam, by name."""
+EIGEN_ADAM_BETAS = (0.8, 0.95)
+"""Default of ``betas`` of EigenAdam."""
 
 PRESETS: Mapping[str, KFACOptions] = {
     "paper": {
@@ -556,45 +589,3 @@ def defaults() -> KFACOptions:
     values: Any = {name: option.default for name, option in OPTIONS.items()}
     values["state_dtype"] = state_dtypes()[values["state_dtype"]]
     return cast("KFACOptions", values)
-
-
-def types() -> dict[str, Any]:
-    """Return the type of each option."""
-    import torch
-
-    return get_type_hints(KFACOptions, localns={"torch": torch})
-
-
-def takes_options(kfac: type[T]) -> type[T]:
-    """Show the options in the signature and the docstring of :class:`KFAC`.
-
-    Type checkers and editors read ``Unpack[KFACOptions]``. ``help``, ``inspect.signature`` and the
-    documentation site read what this decorator makes of it.
-    """
-    hints, values = types(), cast("Mapping[str, Any]", defaults())
-    init: Any = kfac.__init__
-    signature = inspect.signature(init)
-    explicit = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    keywords = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
-        for (name, hint), value in zip(hints.items(), values.values(), strict=True)
-    ]
-    init.__signature__ = signature.replace(parameters=[*explicit, *keywords])
-    explicit_hints = {p.name: p.annotation for p in explicit if p.annotation is not p.empty}
-    init.__annotations__ = explicit_hints | hints | {"return": None}
-    each = (option.entry(name, values[name]) for name, option in OPTIONS.items())
-    entries = textwrap.indent("".join(f"{entry}\n" for entry in each), " " * 4)
-    if kfac.__doc__ is not None:  # python -OO removes it
-        # Python 3.13 removes the indentation of docstrings, as cleandoc does.
-        before, _, after = inspect.cleandoc(kfac.__doc__).partition("    options: ")
-        kfac.__doc__ = before + entries + after[after.index("\n") + 1 :]
-    return kfac
-
-
-def check_names(given: Collection[str]) -> None:
-    """Raise TypeError if KFAC has no such keyword, as Python does for other functions."""
-    for name in given:
-        if name not in OPTIONS:
-            near = difflib.get_close_matches(name, OPTIONS, 1)
-            hint = f". Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"KFAC.__init__() got an unexpected keyword argument {name!r}{hint}")

@@ -109,7 +109,7 @@ def orthogonalize_hidden(
     """
     for layer in layers[:-1] if has_output else layers:
         if layer.is_linear and layer.spec.g_dim <= MAX_DIM:
-            layer.spec = replace(layer.spec, orthogonal_steps=rule.orthogonal_steps)
+            layer.spec = replace(layer.spec, orthogonal_steps=rule.options["orthogonal_steps"])
     return replace(rule, has_bfloat16=linalg.has_fast_bfloat16(device))
 
 

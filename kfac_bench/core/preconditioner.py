@@ -30,22 +30,22 @@ from kfac_bench.core.distributed.collective import Collective, default_collectiv
 from kfac_bench.core.distributed.deepspeed_zero import takes_gradient
 from kfac_bench.core.eigen_adam_optimizer import Coverage, find_eigen_adam
 from kfac_bench.core.kfac_options import (
+    OPTIONS,
     KFACOptions,
-    check_names,
     defaults,
-    takes_options,
     with_preset,
     within,
 )
 from kfac_bench.core.layer_plan import Report, choose_within_budget
 from kfac_bench.core.layers.coverage import LayerTypes, SkippedModule
 from kfac_bench.core.optimizer_state import OptimizerState
+from kfac_bench.core.options import check_names, takes_options
 from kfac_bench.core.planning.budget import Choice
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.stepper import FirstSteps, Stepper, measure
 
 
-@takes_options
+@takes_options(KFACOptions, state_dtype=defaults()["state_dtype"])
 class KFAC:
     """Kronecker-factored approximate curvature (K-FAC) as a preconditioner of gradients.
 
@@ -150,7 +150,7 @@ class KFAC:
         model_parallel: Collective | None = None,
         **options: Unpack[KFACOptions],
     ) -> None:
-        check_names(options)
+        check_names("KFAC", OPTIONS, options)
         self._options = defaults() | with_preset(options, preset)
         self.fisher, self.background = self._options["fisher"], self._options["background"]
         self.collective = collective or default_collective()

@@ -72,6 +72,7 @@ def by_split(counts: Mapping[str, int], noun: str) -> str:
 class CIFAR10Config(FilesConfig):
     """CIFAR-10, read from its archives."""
 
+    has_photographs: ClassVar[bool] = True
     num_classes: ClassVar[int] = 10
 
     image_size: int = option(32, "images are not resized", RESULT, at_least=32, at_most=32)
@@ -79,7 +80,7 @@ class CIFAR10Config(FilesConfig):
     def build(self, task: str) -> Data:
         from kfac_bench.data.images import cifar10
 
-        return cifar10.load(self.folder(), augment=self.augment)
+        return cifar10.load(self.folder(), augment=self.auto_augment or self.augment)
 
     @classmethod
     def is_at(cls, root: Path) -> bool:
@@ -193,13 +194,18 @@ class FashionMNISTConfig(FilesConfig):
 class ImageFolderConfig(FilesConfig):
     """Images in folders by class, as ImageNet has them."""
 
+    has_photographs: ClassVar[bool] = True
     demo: ClassVar[str] = "imagenet"
 
     def build(self, task: str) -> Data:
         from kfac_bench.data.images import imagefolder
 
         return imagefolder.load(
-            self.folder(), self.image_size, self.workers, self.on_error, augment=self.augment
+            self.folder(),
+            self.image_size,
+            self.workers,
+            self.on_error,
+            augment=self.auto_augment or self.augment,
         )
 
     @classmethod
@@ -292,11 +298,17 @@ class PicturesConfig(DataConfig):
 class ShardsConfig(FilesConfig):
     """ImageNet as tar shards, as the webdataset package writes them."""
 
+    has_photographs: ClassVar[bool] = True
+
     def build(self, task: str) -> Data:
         from kfac_bench.data.images import tar_shards
 
         return tar_shards.load(
-            self.folder(), self.image_size, self.workers, self.on_error, augment=self.augment
+            self.folder(),
+            self.image_size,
+            self.workers,
+            self.on_error,
+            augment=self.auto_augment or self.augment,
         )
 
     @classmethod

@@ -82,15 +82,15 @@ def from_launcher(name: str, alone: str) -> str:
     return os.environ.get(horovod_name) or os.environ.get(name) or alone
 
 
-def has_its_own_gpus(visible: int, environ: Mapping[str, str] = os.environ) -> bool:
+def has_its_own_gpus(visible: int) -> bool:
     """Return whether Slurm hides the GPUs of the node's other tasks from this task.
 
     Slurm does so with `--gpus-per-task` and `--gpu-bind`. Each task then counts its GPUs from 0.
 
     Args:
         visible: The number of GPUs that this process sees.
-        environ: The variables of this process.
     """
+    environ = os.environ
     return "SLURM_STEP_ID" in environ and int(environ.get("SLURM_GPUS_ON_NODE", "0")) > visible
 
 

@@ -9,9 +9,11 @@ from typing import Any, TypedDict
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from kfac_bench.core import KFAC, kfac_options
+from kfac_bench.core import KFAC
 from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS
 from kfac_bench.core.eigen_adam_optimizer import find_eigen_adam
+from kfac_bench.core.kfac_options import KFACOptions
+from kfac_bench.core.options import types
 
 
 def whole_state(preconditioner: KFAC) -> dict[str, Any] | None:
@@ -49,6 +51,6 @@ def keywords_type() -> type:
 
     It lacks communication backends and layer types: no configuration file can hold objects.
     """
-    fields = {"preset": str | None, **kfac_options.types()}
+    fields = {"preset": str | None, **types(KFACOptions)}
     made: type = TypedDict("KFACKeywords", fields, total=False)  # type: ignore[misc]
     return made

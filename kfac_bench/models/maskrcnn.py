@@ -1,8 +1,6 @@
 """torchvision's Mask R-CNN, and a tiny Mask R-CNN made of torchvision's parts."""
 
-import pickle
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,8 @@ from torchvision.models.detection.mask_rcnn import MaskRCNN, MaskRCNNHeads, Mask
 from torchvision.models.resnet import Bottleneck
 from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
 
-from kfac_bench import torch_archive
-from kfac_bench.data.base.files import regular
 from kfac_bench.errors import UsageError
+from kfac_bench.models import weight_files
 
 POSITIVE_SHARE = 0.25
 """Largest share of the boxes that the heads are trained on which hold objects, and get masks."""
@@ -126,30 +123,13 @@ def maskrcnn_resnet50_fpn(
 
 def _load(body: nn.Module, path: Path) -> None:
     """Load the weights of a classifier, without its last layer."""
+    state = weight_files.read(path, "model.backbone_weights")
     try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            state: Any = load_file(path)
-        else:
-            with regular(path).open("rb") as content:
-                torch_archive.check_weights(content)
-                state = torch.load(content, map_location="cpu", weights_only=True)
-        if not isinstance(state, Mapping):
-            raise ValueError("it holds no state dict")
         body.load_state_dict({k: v for k, v in state.items() if not k.startswith("fc.")})
-    except OSError as error:
+    except RuntimeError as error:  # keys or shapes do not fit
+        reason = " ".join(str(error).strip().split("\n")[:2])
         raise UsageError(
-            f"model.backbone_weights={path}: cannot be read ({error.strerror or error})"
-        ) from None
-    except (pickle.UnpicklingError, EOFError) as error:
-        raise UsageError(
-            f"model.backbone_weights={path}: it is damaged, or holds more than tensors"
-        ) from error
-    except Exception as error:  # of torch, of safetensors' own kind, of keys that do not fit
-        reason = str(error).strip().split("\n")
-        raise UsageError(
-            f"model.backbone_weights={path}: no state dict of a ResNet-50 ({' '.join(reason[:2])})"
+            f"model.backbone_weights={path}: no state dict of a ResNet-50 ({reason})"
         ) from None
 
 

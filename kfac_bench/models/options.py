@@ -2,6 +2,7 @@
 
 This file imports no torch: ``kfac-train --help`` and the completion read it. The networks that
 torchvision and transformers lack are in the other files of this folder.
+:mod:`kfac_bench.models.library_options` has the options of models that libraries build by name.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kfac_bench.config import problem_file
 from kfac_bench.config.groups import ModelConfig
 from kfac_bench.config.options import PLACE, RESULT, option
 from kfac_bench.errors import MissingPackageError, UsageError
+from kfac_bench.models.library_options import HuggingFaceConfig, TimmConfig, TorchvisionConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -269,6 +271,7 @@ CHOICES: Mapping[str, type[ModelConfig]] = {
     "bert_base": BertConfig,
     "bert_large": BertConfig,
     "bert_tiny": BertConfig,
+    "huggingface": HuggingFaceConfig,
     "lstm": LSTMConfig,
     "maskrcnn_resnet50_fpn": MaskRCNNConfig,
     "maskrcnn_tiny": TinyMaskRCNNConfig,
@@ -284,6 +287,8 @@ CHOICES: Mapping[str, type[ModelConfig]] = {
     "resnet101": TorchvisionResNetConfig,
     "resnet110": CifarResNetConfig,
     "resnet152": TorchvisionResNetConfig,
+    "timm": TimmConfig,
+    "torchvision": TorchvisionConfig,
     "transformer": TransformerConfig,
     "unet": UNetConfig,
     "vit": ViTConfig,

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kfac_bench.config.groups import OptimizerConfig, ParameterGroup
+from kfac_bench.config.kfac import option_of_core
 from kfac_bench.config.options import RESULT, option
+from kfac_bench.core.kfac_options import EIGEN_ADAM_BETAS, EIGEN_ADAM_OPTIONS
 from kfac_bench.errors import UsageError
 from kfac_bench.optimizers.first_order_options import (
     AdamConfig,
@@ -28,51 +30,36 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+BETA1, BETA2 = EIGEN_ADAM_BETAS
+
+
+def _own(name: str) -> Any:
+    return option_of_core(name, table=EIGEN_ADAM_OPTIONS)
+
+
 @dataclass
 class EigenAdamConfig(MomentsConfig):
     """Adam in the eigenbasis of K-FAC's factors; it also chooses kfac=eigen_adam."""
 
     is_elementwise: ClassVar[bool] = False
 
-    beta1: float = option(0.8, "decay of the first moment", RESULT, at_least=0, below=1)
-    beta2: float = option(0.95, "decay of the second moment", RESULT, at_least=0, below=1)
-    orthogonalize: str = option(
-        "linear",
-        "layers whose updates are orthogonalized: linear (all linear layers but the last) or none",
-        RESULT,
-        choices=("linear", "none"),
-    )
-    scale: float = option(3.0, "factor of Adam's direction in the eigenbasis", RESULT, above=0)
-    orthogonal_scale: float = option(
-        1.0, "root mean square of an orthogonalized update at lr=1", RESULT, above=0
-    )
-    orthogonal_steps: int = option(3, "Newton-Schulz steps", RESULT, at_least=1)
-    update_clip: float | None = option(
-        0.03,
-        "largest root mean square of a layer's update, times the root of its inputs; null: any",
-        RESULT,
-        above=0,
-    )
-    decomposition: str = option(
-        "qr",
-        "how eigenvectors are updated: one QR step from the last ones (qr), or eigh",
-        RESULT,
-        choices=("qr", "eigh"),
-    )
+    beta1: float = option(BETA1, "decay of the first moment", RESULT, at_least=0, below=1)
+    beta2: float = option(BETA2, "decay of the second moment", RESULT, at_least=0, below=1)
+    orthogonalize: str = _own("orthogonalize")
+    scale: float = _own("scale")
+    orthogonal_scale: float = _own("orthogonal_scale")
+    orthogonal_steps: int = _own("orthogonal_steps")
+    update_clip: float | None = _own("update_clip")
+    decomposition: str = _own("decomposition")
 
     def build(self, groups: list[ParameterGroup], model: nn.Module) -> Optimizer:
         from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 
-        return EigenAdam(
-            groups,
-            **self.settings(),
-            orthogonalize=self.orthogonalize,
-            scale=self.scale,
-            orthogonal_scale=self.orthogonal_scale,
-            orthogonal_steps=self.orthogonal_steps,
-            update_clip=self.update_clip,
-            decomposition=self.decomposition,
-        )
+        return EigenAdam(groups, **self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """Return the keywords of EigenAdam."""
+        return super().settings() | {name: getattr(self, name) for name in EIGEN_ADAM_OPTIONS}
 
     def check(self, config: Any) -> None:
         super().check(config)

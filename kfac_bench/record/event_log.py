@@ -106,7 +106,7 @@ class JsonlSink:
             RecordError: The line cannot be written, as on a full disk, or another program has
                 changed or removed the file. No part of the line remains.
         """
-        content = json.dumps({"event": type(event).__name__, **asdict(event)}).encode() + b"\n"
+        content = line_of(event).encode()
         self._check_unchanged()
         line = content
         # The file is unbuffered, so a full disk may take only a part of the line.
@@ -140,6 +140,11 @@ class JsonlSink:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def line_of(event: Event) -> str:
+    """Return the line of an event in an event file."""
+    return json.dumps({"event": type(event).__name__, **asdict(event)}) + "\n"
 
 
 def _drop_torn_line(file: io.FileIO) -> None:

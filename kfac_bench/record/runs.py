@@ -16,7 +16,15 @@ from kfac_bench.config import problem_file
 from kfac_bench.config.option_table import declared, original_results
 from kfac_bench.config.options import RESULT
 from kfac_bench.errors import UsageError, printable
-from kfac_bench.record.events import EVENTS_FILE, Event, Resumed, RunStarted, read
+from kfac_bench.record.events import (
+    EVENTS_FILE,
+    Event,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Trained,
+    read,
+)
 
 OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lars": "LARS", "lamb": "LAMB"}
 
@@ -28,6 +36,31 @@ class Run:
     path: Path
     started: RunStarted
     events: tuple[Event, ...]
+
+    @property
+    def ended(self) -> RunEnded | None:
+        """The event with which the run ended; None if the run has not ended."""
+        return next((e for e in reversed(self.events) if isinstance(e, RunEnded)), None)
+
+    @property
+    def trained(self) -> list[Trained]:
+        """The events of training steps."""
+        return [e for e in self.events if isinstance(e, Trained)]
+
+    @property
+    def pace(self) -> tuple[float, float]:
+        """Seconds of a step and of an epoch, from the first Trained event to the last; or NaN.
+
+        The steps before the first event are left out, because they use each kernel for the first
+        time.
+        """
+        trained = self.trained
+        if len(trained) < 2 or trained[-1].step <= trained[0].step:
+            return math.nan, math.nan
+        first, last = trained[0], trained[-1]
+        seconds = number(last.train_s) - number(first.train_s)
+        epochs = number(last.epoch) - number(first.epoch)
+        return seconds / (last.step - first.step), seconds / epochs if epochs > 0 else math.nan
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,8 @@ from kfac_bench.record.events import (
     Evaluated,
     Event,
     RecordGap,
-    RunEnded,
     RunStarted,
     TargetReached,
-    Trained,
 )
 from kfac_bench.record.runs import (
     Run,
@@ -133,8 +131,7 @@ def best_metric(run: Run) -> float:
 
 def status(run: Run) -> str:
     """Return the status at the end of the run (``finished``, ``failed``, ...), or ``not ended``."""
-    ended = [e for e in run.events if isinstance(e, RunEnded)]
-    return plain(ended[-1].status) if ended else "not ended"
+    return plain(run.ended.status) if run.ended else "not ended"
 
 
 def spread(values: Iterable[float]) -> Spread:
@@ -217,11 +214,7 @@ def points(run: Run, *, metric: bool) -> list[CurvePoint]:
     if metric:
         curve = metric_curve(run)
     else:
-        curve = [
-            (number(e.step), number(e.train_s), number(e.loss))
-            for e in run.events
-            if isinstance(e, Trained)
-        ]
+        curve = [(number(e.step), number(e.train_s), number(e.loss)) for e in run.trained]
     return [point for point in curve if drawable(point)]
 
 
@@ -316,8 +309,7 @@ def notes(settings: Sequence[Setting]) -> list[str]:
 
 
 def _ending(run: Run) -> str:
-    ended = [e for e in run.events if isinstance(e, RunEnded)]
-    if not ended:
+    if run.ended is None:
         return f"has not ended (last event at step {number(run.events[-1].step):.0f})"
-    message = plain(ended[-1].message)
+    message = plain(run.ended.message)
     return f"ended as {status(run)}" + (f" ({message})" if message else "")

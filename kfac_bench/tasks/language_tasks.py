@@ -78,7 +78,8 @@ class Pretraining(SummedTask):
 
     Metrics: `masked_lm_loss`, the mean cross entropy in nats over all masked TOKENS of the
     evaluation set, lower is better; `masked_lm_accuracy` and `next_sentence_accuracy`, fractions in
-    [0, 1]; and `loss`, the training loss. All metrics are exact sums on any number of ranks.
+    [0, 1]; and `loss`, the training loss. All metrics are exact sums on any number of ranks. A
+    model that gives None in place of next-sentence logits has neither that loss nor that metric.
 
     The loss belongs to two likelihoods at once, so `kfac.fisher` can only be empirical.
     """
@@ -86,7 +87,7 @@ class Pretraining(SummedTask):
     def __init__(self, tokens: Sequence[str] = ()) -> None:
         self.metric = "masked_lm_loss"
         self.higher_is_better = False
-        self.num_totals = 6
+        self.num_totals = 7
         self.likelihood = "categorical"
         self.tokens = tokens
 
@@ -96,8 +97,10 @@ class Pretraining(SummedTask):
         logits, next_logits = model(inputs)
         per_token = _cross_entropies(logits, labels)
         per_example = per_token.sum(1) / (labels != IGNORED).sum(1).clamp_min(1)
-        next_loss = functional.cross_entropy(next_logits, random)
-        return per_example.mean() + next_loss, logits
+        loss = per_example.mean()
+        if next_logits is not None:
+            loss = loss + functional.cross_entropy(next_logits, random)
+        return loss, logits
 
     @torch.no_grad()
     def totals(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -107,22 +110,27 @@ class Pretraining(SummedTask):
         per_token = _cross_entropies(logits.double(), labels)
         masked = labels != IGNORED
         right = ((logits.argmax(-1) == labels) & masked).sum()
-        next_loss = functional.cross_entropy(next_logits.double(), random, reduction="none")
-        losses = per_token.sum(1) / masked.sum(1).clamp_min(1) + next_loss
-        sums = (masked.sum(), per_token.sum(), right, (next_logits.argmax(-1) == random).sum())
-        return torch.stack(
-            [losses.new_tensor(len(labels)), *(x.double() for x in sums), losses.sum()]
-        )
+        losses = per_token.sum(1) / masked.sum(1).clamp_min(1)
+        told, asked = losses.new_zeros(()), losses.new_zeros(())
+        if next_logits is not None:
+            next_loss = functional.cross_entropy(next_logits.double(), random, reduction="none")
+            losses = losses + next_loss
+            told, asked = (next_logits.argmax(-1) == random).sum(), asked + len(labels)
+        sums = (masked.sum(), per_token.sum(), right, told, losses.sum(), asked)
+        return torch.stack([losses.new_tensor(len(labels)), *(x.double() for x in sums)])
 
     def metrics(self, totals: Tensor) -> dict[str, float]:
         """Return the metrics over all examples that the totals count."""
-        examples, masked, masked_loss, right, told, loss = totals.tolist()
-        return {
+        examples, masked, masked_loss, right, told, loss, asked = totals.tolist()
+        metrics = {
             "masked_lm_loss": masked_loss / max(masked, 1),
             "masked_lm_accuracy": right / max(masked, 1),
-            "next_sentence_accuracy": told / examples,
+            "next_sentence_accuracy": told / max(asked, 1),
             "loss": loss / examples,
         }
+        if not asked:
+            del metrics["next_sentence_accuracy"]
+        return metrics
 
     @torch.no_grad()
     def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
@@ -140,9 +148,11 @@ class Pretraining(SummedTask):
             lines = [
                 f"{at}: {self._word(guess)}, true: {self._word(true)}" for at, guess, true in pairs
             ]
-            told = "follows" if next_logits[i].argmax() == 0 else "does not follow"
-            right = "right" if next_logits[i].argmax() == random[i] else "wrong"
-            caption = f"masked-token loss {losses[i].item():.2f}; the second part {told}: {right}"
+            caption = f"masked-token loss {losses[i].item():.2f}"
+            if next_logits is not None:
+                told = "follows" if next_logits[i].argmax() == 0 else "does not follow"
+                right = "right" if next_logits[i].argmax() == random[i] else "wrong"
+                caption += f"; the second part {told}: {right}"
             text = "\n".join([" ".join(map(self._word, ids)), *lines])
             shown.append(Prediction(caption, text=text))
         return shown

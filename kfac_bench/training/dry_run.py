@@ -184,7 +184,7 @@ def _step(model: nn.Module, forward_pass: Callable[[], Any], layers: Sequence[La
     with FlopCounterMode(display=False) as forward:
         made = forward_pass()
         outputs = made if isinstance(made, tuple) else (made,)
-        total = sum((x.sum() for x in outputs), torch.zeros((), device="meta"))
+        total = sum((x.sum() for x in outputs if x is not None), torch.zeros((), device="meta"))
     with FlopCounterMode(display=False) as to_layers:
         if edges:
             torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True)

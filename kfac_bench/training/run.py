@@ -29,6 +29,7 @@ from kfac_bench.config.options import PLACE
 from kfac_bench.config.train import LOGGERS, logger_class
 from kfac_bench.core.planning.plan import IDENTITY
 from kfac_bench.data.base.dataset import Data
+from kfac_bench.data.images.random_methods import Mixup
 from kfac_bench.distributed import slurm_rank
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
@@ -39,7 +40,7 @@ from kfac_bench.record.progress import progress
 from kfac_bench.record.sinks.console import ConsoleSink
 from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.tasks.task import reached
-from kfac_bench.training import build, environment, weights
+from kfac_bench.training import build, environment, model_changes, weights
 from kfac_bench.training.build import Builders
 from kfac_bench.training.rank_batches import RunLength
 from kfac_bench.training.resume import start_or_resume
@@ -192,11 +193,16 @@ def build_trainer(
         raise UsageError(
             f"ranks {others} read other data than rank 0. Copy the same dataset to every node"
         )
+    average = ranks.together(lambda: model_changes.before_hooks(model, config))
     model = backend.shard(model)
     optimizer = build.build_optimizer(config.optimizer, model)
     steps = RunLength.of(config.trainer, data.train_size).steps_per_epoch
     kfac = build.build_kfac(config.kfac, model, optimizer, backend.collective(), steps)
+    if config.trainer.compile:
+        models = [model] if average is None else [model, average.module]
+        ranks.together(lambda: model_changes.compile_models(models, ranks.device))
     model, optimizer = backend.wrap(model, optimizer)
+    mixup = Mixup(config.data.mixup, data.num_classes, config.seed) if config.data.mixup else None
     return Trainer(
         builders.task(data),
         data,
@@ -210,6 +216,8 @@ def build_trainer(
         EventLog([]),
         directory.path,
         notes,
+        average=average,
+        mixup=mixup,
         timeout_s=config.backend.timeout_s,
     )
 
@@ -222,6 +230,8 @@ def _data_and_model(
     model = builders.model(data.shape, data.num_classes)
     notes = weights.load(model, config.model)
     model = model.to(ranks.device)
+    if config.trainer.sync_batch_norm:
+        model = model_changes.synchronize_batch_norm(model, ranks)
     if config.trainer.channels_last:
         model.to(memory_format=torch.channels_last)
     builders.try_out(model, data)
@@ -326,6 +336,8 @@ def _fit(trainer: Trainer, directory: RunDirectory) -> tuple[str, int]:
     except BaseException as error:
         if is_main:
             directory.note_state(trainer.status_after(error), trainer.step)
+        if trainer.config.compile and (line := model_changes.compile_problem(error)):
+            raise OneRankError(line) from None
         # Only this rank knows of its data, so it has to print the message.
         if isinstance(error, UsageError):
             raise OneRankError(str(error)) from None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from kfac_bench.core import KFAC
 from kfac_bench.core.distributed.dtensor import full, is_sharded, local
@@ -39,7 +40,7 @@ ODD = 0x1F3D_5B79_9B77_3D25
 
 
 class State:
-    """Model, optimizer, K-FAC, loss scale and random numbers. All ranks call every method."""
+    """Model, average, optimizer, K-FAC, loss scale, random numbers. All ranks call every method."""
 
     def __init__(
         self,
@@ -48,8 +49,10 @@ class State:
         kfac: KFAC | None,
         scaler: GradScaler,
         backend: Backend,
+        average: AveragedModel | None = None,
     ) -> None:
         self._model, self._optimizer, self._kfac = model, optimizer, kfac
+        self._average = average
         self._scaler, self._backend, self._ranks = scaler, backend, backend.ranks
         if kfac is not None:
             kfac.in_optimizer_state = False  # each rank saves a shard
@@ -75,6 +78,9 @@ class State:
         if self._ranks.is_main:
             shard["scaler"] = self._scaler.state_dict()
             shard["train_s"], shard["owes_evaluation"] = train_s, owes_evaluation
+            if self._average is not None:
+                state = self._average.module.state_dict()
+                shard["ema"] = {"model": state, "updates": int(self._average.n_averaged)}
         return shard
 
     def load(self, saved: Checkpoint) -> tuple[float, bool]:
@@ -99,6 +105,7 @@ class State:
             self._kfac.load_state_dict(*states)
         self._check_model(main["model"], saved.path)
         self._check_optimizer(main["optimizer"], saved.path)
+        self._load_average(main, saved.path)
         settings = [
             {k: v for k, v in g.items() if k not in _NO_SETTINGS}
             for g in self._optimizer.param_groups
@@ -119,6 +126,16 @@ class State:
             if own["cuda_rng"] is not None and self._ranks.device.type == "cuda":
                 torch.cuda.set_rng_state(own["cuda_rng"])
         return train_s, bool(main.get("owes_evaluation"))
+
+    def _load_average(self, main: dict[str, Any], path: Path) -> None:
+        """Load the average of the weights; one begins with the weights of a run that had none."""
+        if self._average is None:
+            return
+        kept = main.get("ema") or {"model": main["model"], "updates": 0}
+        self._check_model(kept["model"], path)
+        updates = _check_number(f"{path}: the updates of the average", kept["updates"])
+        self._average.module.load_state_dict(kept["model"])
+        self._average.n_averaged.fill_(int(updates))
 
     def _check_model(self, state: dict[str, Any], path: Path) -> None:
         own = self._backend.bare(self._model).state_dict()

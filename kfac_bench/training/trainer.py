@@ -13,12 +13,14 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from kfac_bench.config import ScheduleConfig, TrainerConfig
 from kfac_bench.core import KFAC
 from kfac_bench.data.base.batch import Batch, channels_last, to_device
 from kfac_bench.data.base.dataset import Data, Fingerprint
 from kfac_bench.data.base.order import mixed_seed
+from kfac_bench.data.images.random_methods import Mixup
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import lost_rank
 from kfac_bench.errors import RunFailedError, shortage
@@ -71,6 +73,10 @@ class Trainer:
     """Mean loss over all ranks, of the newest step whose result has been read."""
     fingerprint: Fingerprint = field(default_factory=dict)
     """The identity of the data, on rank 0 only; each checkpoint holds it."""
+    average: AveragedModel | None = None
+    """The moving average of the weights, which is evaluated in their place; None: no average."""
+    mixup: Mixup | None = None
+    """Mixes the examples of a training batch; None: they stay."""
     timeout_s: float = 600.0
     """Seconds that a rank waits for the others (backend.timeout_s)."""
     clock: Clock = field(init=False)
@@ -98,7 +104,9 @@ class Trainer:
         # Batch norm needs two examples for a variance, in each part of a batch.
         least = 2 * config.accumulate if has_batch_norm(self.model) else 1
         self._skipped = SkippedExamples(self.ranks, self.data.faults, least)
-        self._state = State(self.model, self.optimizer, kfac, self._update.scaler, backend)
+        self._state = State(
+            self.model, self.optimizer, kfac, self._update.scaler, backend, self.average
+        )
         self._saving = Saving(
             self.directory / "checkpoints",
             self.ranks,
@@ -134,7 +142,7 @@ class Trainer:
                     self._record_error(error)
                     raise
             self.clock.stop()
-            digest = "" if self._is_spoilt else weights_sha256(self._bare)
+            digest = "" if self._is_spoilt else weights_sha256(self._evaluated)
             # The other ranks may have failed elsewhere, so a failed run sends no more messages.
             train_s = self.clock.train_s() if status == "failed" else self._slowest_train_s()
             self.log.emit(RunEnded(self.step, train_s, status, message, digest))
@@ -236,7 +244,8 @@ class Trainer:
         """Yield the batches of all remaining updates, on the device."""
         while self.step < self.length.max_steps:
             for batch in self._meter.waiting(self._rank_batches.train(self.step)):
-                yield self._to_device(batch)
+                moved = self._to_device(batch)
+                yield moved if self.mixup is None else self.mixup(moved, self.step)
 
     def _to_device(self, batch: Batch) -> Batch:
         batch = self.data.prepare(to_device(batch, self.ranks.device))
@@ -280,6 +289,8 @@ class Trainer:
         chosen = None if self.kfac is None else self.kfac.choice
         with self._showing_decompositions():
             self._update.step(batch, loss)
+        if self.average is not None:
+            self.average.update_parameters(self._bare)
         self.step += 1
         if self.kfac is not None and self.kfac.choice != chosen:
             self._emit_choice(self.kfac)
@@ -375,14 +386,14 @@ class Trainer:
             train_s = self._slowest_train_s()
             if self.config.check_ranks:
                 check_same_model(self._bare, self.kfac, self.ranks, self.step)
-            self.ranks.share_buffers(self._bare)
+            self._share_buffers()
             self.model.eval()
             # Ranks run equally many forwards. Batches that only fill up do not count.
             evaluation, ignored = self.task.evaluation(), self.task.evaluation()
             before, has_examples = self.data.faults.left_out, False
             for batch, counts in self._rank_batches.evaluate(self.stop):
                 self._watchdog.beat()
-                (evaluation if counts else ignored).add(self._bare, self._to_device(batch))
+                (evaluation if counts else ignored).add(self._evaluated, self._to_device(batch))
                 has_examples = has_examples or counts
             if self.ranks.any(bool(self.stop.signal)):
                 self._stopping = True
@@ -409,7 +420,7 @@ class Trainer:
         with self._outside_training():
             self.model.eval()
             batches = map(self._to_device, self._rank_batches.show())
-            shown = predictions.choose(self.task, self._bare, batches, count)
+            shown = predictions.choose(self.task, self._evaluated, batches, count)
             if not shown or not self.ranks.is_main:
                 return
             items, problem = predictions.write(self.directory, self.step, shown)
@@ -422,6 +433,17 @@ class Trainer:
     def _bare(self) -> nn.Module:
         """The model without its wrapper, so that names in checkpoints do not depend on it."""
         return self.backend.bare(self.model)
+
+    @property
+    def _evaluated(self) -> nn.Module:
+        """The model that is evaluated: the average of the weights, if there is one."""
+        return self._bare if self.average is None else self.average.module
+
+    def _share_buffers(self) -> None:
+        """Copy rank 0's buffers to all ranks, also those of the average."""
+        self.ranks.share_buffers(self._bare)
+        if self.average is not None:
+            self.ranks.share_buffers(self.average.module)
 
     @contextmanager
     def _outside_training(self) -> Iterator[None]:
@@ -446,7 +468,7 @@ class Trainer:
         with self._outside_training():
             if not self._state.is_finite():
                 raise RunFailedError(f"a weight is not finite after step {self.step}")
-            self.ranks.share_buffers(self._bare)
+            self._share_buffers()
             shard = self._state.shard(self._slowest_train_s(), self._owes_evaluation)
             if self.ranks.is_main:
                 shard["data"] = self.fingerprint

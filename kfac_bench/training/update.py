@@ -79,6 +79,7 @@ class Update:
         self._weight = 1.0
         self._device, self._dtype = ranks.device, AUTOCAST_DTYPES[config.precision]
         self.scaler = GradScaler(self._device.type, enabled=config.precision == "fp16")
+        self._max_norm, self._clip_when = config.clip_grad_norm, config.clip_grad_when
         self._parts_of_batch = config.accumulate
         check_parts(config, ranks.world_size)
 
@@ -124,17 +125,25 @@ class Update:
         adapts = self._kfac is not None and self._kfac.will_adapt_damping
         scale = self.scaler.get_scale() if adapts else 0.0
         self.scaler.unscale_(self._optimizer)
+        self._clip("before")
         if self._kfac is not None:
             try:
                 self._kfac.step(self._loss_scale if self.scaler.is_enabled() else 1.0)
             except BudgetError as error:
                 raise UsageError(f"kfac: {error}") from None
+        self._clip("after")
         self._backend.step(self._optimizer, self.scaler)
         self.scaler.update()
         # A smaller scale means that the scaler skipped the update: there is nothing to judge then.
         if adapts and self.scaler.get_scale() >= scale:
             assert self._kfac is not None
             self._kfac.adapt_damping(loss, lambda: self._loss(batch))
+
+    def _clip(self, when: str) -> None:
+        """Limit the norm of the whole gradient, if ``when`` is the place for it."""
+        if self._max_norm is not None and self._clip_when == when:
+            groups = self._optimizer.param_groups
+            nn.utils.clip_grad_norm_([p for g in groups for p in g["params"]], self._max_norm)
 
     def _loss_scale(self) -> Tensor:
         """Return the loss scale as a tensor: the number would have to be read from the device."""

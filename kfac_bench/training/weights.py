@@ -9,11 +9,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kfac_bench.config import ModelConfig
 from kfac_bench.errors import UsageError, first_line
+from kfac_bench.models import weight_files
+from kfac_bench.models.library_options import ArchitectureConfig, HuggingFaceConfig
 from kfac_bench.models.options import BertConfig
 from kfac_bench.record.events import RunStarted, read
 from kfac_bench.training import checkpoint
@@ -28,7 +30,9 @@ def load(model: nn.Module, config: ModelConfig) -> list[str]:
     """Copy the weights that `model.weights` names into `model`, if the option is set.
 
     All weights of the model must be there, in the same shapes. BERT needs its encoder only: a head
-    that the file lacks keeps its initial weights, and a head that the model lacks is ignored.
+    that the file lacks keeps its initial weights, and a head that the model lacks is ignored. The
+    head of an architecture of a library also stays new if the file has another number of classes.
+    A network of transformers is read from its own folder, if that has weights.
 
     Returns:
         Lines for the user: what was loaded, what stays new, and what was not used.
@@ -37,14 +41,16 @@ def load(model: nn.Module, config: ModelConfig) -> list[str]:
         UsageError: If a weight is missing or has another shape.
     """
     if config.weights is None:
-        return []
+        return _own_weights(model, config)
     path = Path(config.weights)
     source, theirs = _read(path)
     if isinstance(config, BertConfig):
         theirs = _renamed(theirs)
     own = model.state_dict(keep_vars=True)
     common = own.keys() & theirs.keys()
+    heads = _other_heads(own, theirs) if isinstance(config, ArchitectureConfig) else set()
     new = sorted(own.keys() - common)
+    common -= heads
     what, missing = config.name, new
     if isinstance(config, BertConfig):
         what, missing = "BERT", [n for n in new if _is_required_of_bert(n)]
@@ -61,9 +67,32 @@ def load(model: nn.Module, config: ModelConfig) -> list[str]:
             own[name].copy_(theirs[name])
     line = f"weights of {source}: {len(common)} tensors"
     line += f"; new: {_names(new)}" if new else ""
-    unused = theirs.keys() - common
+    line += f"; new, for another number of classes: {_names(heads)}" if heads else ""
+    unused = theirs.keys() - own.keys()
     line += f"; not used: {_names(unused)}" if unused else ""
     return [line]
+
+
+def _own_weights(model: nn.Module, config: ModelConfig) -> list[str]:
+    """Copy the weights that belong to the folder of a network of transformers."""
+    if not isinstance(config, HuggingFaceConfig):
+        return []
+    from kfac_bench.models import huggingface
+
+    return huggingface.load_weights(model, Path(str(config.path)))
+
+
+def _other_heads(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of at most two layers whose number of outputs alone differs.
+
+    A distilled transformer has two heads.
+    """
+    other = {
+        name
+        for name in own.keys() & theirs.keys()
+        if own[name].shape != theirs[name].shape and own[name].shape[1:] == theirs[name].shape[1:]
+    }
+    return other if len({name.rpartition(".")[0] for name in other}) <= 2 else set()
 
 
 def _is_required_of_bert(name: str) -> bool:
@@ -77,10 +106,10 @@ def _names(names: Iterable[str]) -> str:
 
 def _read(path: Path) -> tuple[str, Mapping[str, Tensor]]:
     """Return the source in words, and its tensors by name."""
-    file = path if path.suffix == ".safetensors" else path / SAFETENSORS
+    file = path if path.is_file() else path / SAFETENSORS
     # In a run directory the file is an export, which may be older than the checkpoints.
     if file.is_file() and not (path / "checkpoints").is_dir():
-        return str(file), _safetensors(file)
+        return str(file), weight_files.read(file)
     saved, bad = checkpoint.find(path)
     if saved is None:
         reason = f" ({bad[0]})" if bad else ""
@@ -88,15 +117,6 @@ def _read(path: Path) -> tuple[str, Mapping[str, Tensor]]:
             f"model.weights={path}: no good checkpoint and no {SAFETENSORS} there{reason}"
         )
     return f"{path}, step {saved.step}", saved.weights()
-
-
-def _safetensors(file: Path) -> Mapping[str, Tensor]:
-    try:
-        tensors: Mapping[str, Tensor] = load_file(file)
-    except Exception as error:
-        # safetensors raises an exception type of its own for a damaged file.
-        raise UsageError(f"{file}: cannot be read ({first_line(error)[:100]})") from None
-    return tensors
 
 
 def _renamed(theirs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

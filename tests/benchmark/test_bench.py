@@ -1,11 +1,13 @@
 """Benchmarks as data: which cells they have, and which cells are run."""
 
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from kfac_bench import cli
-from kfac_bench.benchmark import grid, local_runs, run_end, schema
+from kfac_bench.benchmark import grid, local_runs, run_end, schema, suite
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.config import compose, conf_files
@@ -16,6 +18,13 @@ from kfac_bench.record.events import Evaluated, RunEnded, RunStarted, TargetReac
 from tests.support.configs import quick_load
 
 DEMO = schema.load("demo")
+
+
+def code_of(*words):
+    """Return the exit code of kfac-bench."""
+    with pytest.raises(SystemExit) as caught:
+        cli.bench([*words])
+    return caught.value.code
 
 
 def small(**changes):
@@ -105,7 +114,7 @@ def test_given_seeds_replace_those_of_the_benchmark():
     assert len(grid.cells(DEMO, "r", [0])) == 6
 
 
-@pytest.mark.parametrize("name", ["no_such", "", "../train", "demo.yaml"])
+@pytest.mark.parametrize("name", ["no_such", "", "../train"])
 def test_an_unknown_name_gives_an_error_with_all_benchmarks(name):
     with pytest.raises(UsageError, match=r"no such benchmark; choose one of .*demo") as caught:
         schema.load(name)
@@ -118,6 +127,10 @@ TUNED = (
 )
 
 
+def ranged(text):
+    return TUNED.format(trials=1, seeds=[3], name="b").replace("{}", f"{{optimizer.lr: {text}}}")
+
+
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
@@ -125,6 +138,12 @@ TUNED = (
         ("title: x\naxes: {a: [b]}\noverrides: [x]\nseeds: [many]\n", "many"),
         ("title: [\n", "broken.yaml"),
         ("title: x\n", "broken.yaml"),
+        ("- title: x\n", "is no benchmark: expected title:, axes: and overrides:"),
+        (ranged("{log: [0, 1]}"), "b: optimizer.lr: {'log': [0, 1]} is no range; write"),
+        (ranged("{integer: [0.5, 3]}"), "is no range"),
+        (ranged("{uniform: [3, 1]}"), "is no range"),
+        (ranged("{choice: []}"), "is no range"),
+        (ranged("{linear: [0, 1]}"), "log, uniform or integer: [low, high], or choice: ["),
         (TUNED.format(trials=0, seeds=[1], name="b"), "tuning: needs at least one trial"),
         (TUNED.format(trials=1, seeds=[], name="b"), "tuning: needs at least one trial, and seeds"),
         (TUNED.format(trials=1, seeds=[3, 3], name="b"), "and seeds that differ"),
@@ -143,6 +162,36 @@ def test_a_broken_benchmark_gives_a_one_line_error(tmp_path, monkeypatch, text, 
     assert "broken.yaml" in str(caught.value)
     assert fragment in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+OWN = "extends: demo\noverrides: ['experiment=digits/{task}_{optimizer}', trainer.max_steps=1]\n"
+
+
+def test_a_file_of_the_users_own_is_a_benchmark(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "base.yaml").write_text(OWN)
+    (tmp_path / "mine" / "short.yaml").write_text("extends: base.yaml\nseeds: [7]\n")
+    row = suite.row("mine/short.yaml", None)
+    assert row.folder == Path("runs/short")
+    assert (len(row.cells), row.cells[0].seed) == (6, 7)
+    assert row.cells[0].config().trainer.max_steps == 1
+    with pytest.raises(UsageError, match=r"mine/no\.yaml: no such file; kfac-bench list"):
+        schema.load("mine/no.yaml")
+
+
+def test_an_unknown_option_in_a_file_is_one_line_before_anything_runs(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text(OWN.replace("max_steps", "max_stepps"))
+    assert code_of("run", str(file), "--runs-dir", str(tmp_path / "runs")) == 2
+    assert "did you mean trainer.max_steps?" in capsys.readouterr().err
+    space = schema.load("demo").tuning.space["kfac"] | {"kfac.dampign": {"uniform": [0.1, 0.2]}}
+    tuning = {"tuning": {"space": {"kfac": space}}}
+    file.write_text(OWN + yaml.safe_dump(tuning))
+    words = ("tune", str(file), "--runs-dir", str(tmp_path / "runs"), "--out", str(tmp_path))
+    assert code_of(*words) == 2
+    assert "did you mean kfac.damping?" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_benchmark_may_extend_one_that_extends_another(tmp_path, monkeypatch):

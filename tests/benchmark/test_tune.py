@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import re
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import yaml
 
 from kfac_bench.benchmark import grid, local_runs, schema, trials, tune
 from kfac_bench.benchmark.schema import Tuning
-from kfac_bench.benchmark.trials import TuningTrial
+from kfac_bench.benchmark.trials import TrialResult
 from kfac_bench.benchmark.tune import Search
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
@@ -64,6 +65,24 @@ def test_trials_of_spaces_with_and_without_ranges():
         trials.trial_settings(tuning, "y")
 
 
+def test_ranges_reach_both_ends():
+    ranges = {
+        "optimizer.lr": {"uniform": [0.5, 1.5]},
+        "kfac.update_freq": {"integer": [2, 4]},
+        "optimizer.momentum": {"choice": [0.5, 0.9]},
+    }
+    tuning = Tuning(["experiment=digits/resnet"], 64, [1], {"x": ranges}, "e")
+    made = trials.trial_settings(tuning, "x")
+    rates = [t["optimizer.lr"] for t in made]
+    assert 0.5 <= min(rates) < 0.55
+    assert 1.45 < max(rates) <= 1.5
+    assert 0.9 < sum(rates) / 64 < 1.1, "not spread evenly"
+    counts = [[t["kfac.update_freq"] for t in made].count(n) for n in (2, 3, 4)]
+    assert sum(counts) == 64
+    assert min(counts) > 15
+    assert {t["optimizer.momentum"] for t in made} == {0.5, 0.9}
+
+
 def composed(tmp_path, name, text):
     folder = tmp_path / "conf" / "experiment"
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,13 +90,27 @@ def composed(tmp_path, name, text):
     return compose.load([f"experiment={name}"], tmp_path / "conf")
 
 
+def test_a_tuning_without_an_experiment_writes_its_own_words(tmp_path):
+    words = ["model=resnet20", "trainer.max_steps=4", "data.mixup=0.2", "logger=none"]
+    best = TrialResult({"optimizer": "adam", "kfac": "none", "optimizer.lr": 0.01}, 1, (1.5, 0.0))
+    tuning = Tuning(words, 1, [1], {"adam": best.settings}, "mine_{optimizer}")
+    text = tune.experiment_yaml(tuning, {"optimizer": "adam"}, 1, best, [1.5])
+    found = composed(tmp_path, "mine", text)
+    assert (found.model.name, found.optimizer.name, found.kfac.enabled) == (
+        "resnet20",
+        "adam",
+        False,
+    )
+    assert (found.trainer.max_steps, found.data.mixup, found.optimizer.lr) == (4, 0.2, 0.01)
+
+
 @pytest.mark.parametrize("task", DEMO.axes["task"])
 @pytest.mark.parametrize("optimizer", DEMO.axes["optimizer"])
 def test_the_best_trial_becomes_an_experiment(tmp_path, task, optimizer):
     point = {"task": task, "optimizer": optimizer}
     all_settings = trials.trial_settings(DEMO.tuning, optimizer)
-    made = [TuningTrial(s, (math.inf, 0.5)) for s in all_settings]
-    made[4] = TuningTrial(all_settings[4], (1.25, 0.0))
+    made = [TrialResult(s, 100, (math.inf, 0.5)) for s in all_settings]
+    made[4] = TrialResult(all_settings[4], 100, (1.25, 0.0))
     search = Search(f"digits/{task}_{optimizer}", point, {100: made, 101: made[:4]})
     text = tune.experiment_yaml(DEMO.tuning, point, search.reached, made[4], [1.25, math.inf])
     found = composed(tmp_path, "tuned", text)
@@ -149,6 +182,10 @@ def test_the_winner_over_all_seeds_becomes_the_experiment(tuned):
     assert [str(p.relative_to(tuned.out)) for p in tuned.out.rglob("*.yaml")] == [
         "digits/resnet_sgd.yaml"
     ]
+    folders = [path.name for path in (tuned.out.parent / "runs").iterdir()]
+    # A trial may have been stopped, so the run of a winner on another seed has another name.
+    assert [name.endswith("-trial") for name in sorted(folders)].count(True) == 6
+    assert len(folders) == 8
     text = (tuned.out / "digits/resnet_sgd.yaml").read_text()
     assert "best of 12 trials, 6 on each of the seeds" in text
     assert "on these seeds: 4.00 s, 5.00 s." in text
@@ -216,7 +253,9 @@ def test_if_all_trials_miss_the_nearest_wins(tuned, best, others):
     outcomes = {(lr, seed): (others, None) for lr in (0.1, 0.2, 0.3) for seed in (1, 2)}
     outcomes |= {(best, 1): (0.9, None), (best, 2): (0.9, None)}
     assert tuned(outcomes) == best
-    assert "missed, median over seeds: missed" in "".join(tuned.said)
+    assert re.search(
+        r"yaml: optimizer.lr=\S+ not reached.*, median over seeds: missed", "".join(tuned.said)
+    )
 
 
 def test_experiments_take_turns_and_several_tasks_have_profiles(tmp_path, monkeypatch):
@@ -227,6 +266,8 @@ def test_experiments_take_turns_and_several_tasks_have_profiles(tmp_path, monkey
     )
     tuning.labels = {"sgd": "SGD, ours"}
     tune.tune(small(tuning=tuning), str(tmp_path / "runs"), tmp_path, said.append)
+    turns = [line.split()[0] for line in said if line.startswith("[")]
+    assert turns == ["[1/2]"] * 4 + ["[2/2]"] * 4
     assert [line.split()[1] for line in said if line.startswith("[1/2]")] == [
         "digits/resnet_sgd",
         "digits/resnet_adamw",

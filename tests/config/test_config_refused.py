@@ -89,6 +89,13 @@ BAD = [
     ("trainer.accumulate=0", "trainer.accumulate=0: must be at least 1"),
     ("kfac.strategy=x", "choose one of comm_opt"),
     ("model.name=resnet51", "model.name=resnet51: choose one of autoencoder"),
+    ("trainer.ema=2", "trainer.ema=2.0: must be above 0 and below 1 (decay of an exponential"),
+    ("trainer.clip_grad_norm=-1", "trainer.clip_grad_norm=-1.0: must be above 0 (largest norm"),
+    ("trainer.clip_grad_when=never", "choose one of before, after"),
+    ("trainer.clip_grad_when=after", "has no effect without a limit: set trainer.clip_grad_norm"),
+    ("data.mixup=-0.1", "data.mixup=-0.1: must be at least 0"),
+    ("data.auto_augment=mixup", "choose one of randaugment, trivialaugment"),
+    ("data.auto_augment=randaugment", "and data=cifar10 or imagefolder or shards, not data.augm"),
     ("trainer.device=tpu", "choose one of auto, cpu, cuda"),
     ("model.name='a\nb'", "model.name="),
     ("kfac.skip=['(']", "kfac.skip"),
@@ -188,6 +195,22 @@ def test_model_and_task_must_fit():
     text = refused(["model=autoencoder", "task=classification"])
     assert "model=autoencoder does not fit task=classification" in text
     assert compose.load(["model=autoencoder"]).task.name == "reconstruction"
+
+
+CLASHES = {
+    "model=autoencoder data.mixup=0.2": "which task=reconstruction does not have: use task=classif",
+    "model=maskrcnn_tiny data=coco task=detection trainer.compile=true": "does not fit task=detect",
+    "trainer.compile=true trainer.checkpoint_activations=true": "set one of them to false",
+    "trainer.compile=true backend=deepspeed": "trainer.compile=true does not fit backend=deepspeed",
+    "trainer.ema=0.9 backend=fsdp2": "trainer.ema=0.9 does not fit backend=fsdp2, which cuts",
+    "trainer.sync_batch_norm=true backend=horovod": "does not fit backend=horovod",
+    "data=cifar10 data.augment=false data.auto_augment=randaugment": "not data.augment=false and",
+}
+
+
+@pytest.mark.parametrize("words", CLASHES)
+def test_options_of_training_that_clash(words):
+    assert CLASHES[words] in refused(words.split())
 
 
 def test_a_task_that_smooths_no_labels_refuses_the_option():

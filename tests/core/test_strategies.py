@@ -245,7 +245,7 @@ def test_another_placement_equals_one_process_and_its_own_plan(strategy, method,
     plan = results[0].plan
     if fraction is not None:
         assert {len(p.grad_workers) for p in plan.placements} == {int(4 * fraction)}
-    together = {p.a_worker == p.g_worker for p in plan.placements}
+    together = {p.a_worker == p.workers[-1] for p in plan.placements}
     assert (False in together) == (more.get("colocate_factors") is False and fraction != 0.25)
 
 

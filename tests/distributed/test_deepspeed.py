@@ -201,9 +201,9 @@ def assert_same_state(ours, theirs, tolerance=1e-3):
     [
         ("optimizer.weight_decay=0.01", "kfac.adaptive_damping=true", "kfac.damping_freq=2"),
         ("optimizer=adamw", "optimizer.lr=0.002", "trainer.accumulate=3", "kfac.fisher=type2"),
-        ("kfac=none",),
+        ("kfac=none", "trainer.clip_grad_norm=0.1"),
     ],
-    ids=["sgd adaptive", "adamw type2 parts", "none"],
+    ids=["sgd adaptive", "adamw type2 parts", "none clip"],
 )
 def test_a_run_equals_one_with_ddp(tmp_path, with_ddp, stage, options):
     options = (*options, "trainer.max_steps=6")

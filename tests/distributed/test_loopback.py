@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from kfac_bench.benchmark import local_runs
-from kfac_bench.distributed.backends.ddp import process_group
-from kfac_bench.distributed.backends.loopback import is_loopback
+from kfac_bench.distributed.backends.ddp import is_loopback, process_group
 from tests.reliability.faults.launch import own_port
 from tests.support import ROOT, forks
 from tests.support.runs import CPU
@@ -21,9 +20,9 @@ LISTENING = "0A"
 KEEPS_THE_PORT = """
 import os, signal, socket, sys
 from datetime import timedelta
-from kfac_bench.distributed.backends import loopback
+from kfac_bench.distributed.backends.ddp import loopback_store
 port = int(sys.argv[1])
-store = loopback.store("127.0.0.1", port, 0, 1, timedelta(seconds=20))
+store = loopback_store("127.0.0.1", port, 0, 1, timedelta(seconds=20))
 reader, writer = os.pipe()
 worker = os.fork()
 if worker == 0:
@@ -34,7 +33,7 @@ store.set("key", "value")
 print(store.get("key").decode())
 del store
 try:
-    loopback.store("127.0.0.1", port, 0, 1, timedelta(seconds=20))
+    loopback_store("127.0.0.1", port, 0, 1, timedelta(seconds=20))
     print("free")
 finally:
     os.kill(worker, signal.SIGKILL)

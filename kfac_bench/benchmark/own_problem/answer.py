@@ -21,7 +21,6 @@ from kfac_bench.benchmark.own_problem import study_input
 from kfac_bench.benchmark.own_problem.study import HOPELESS, StudyResult, final_limit_s
 from kfac_bench.benchmark.own_problem.study_input import REFERENCE, Asked, base_words
 from kfac_bench.benchmark.own_problem.verdict import Finalist, SeedRun, TryResult, verdict
-from kfac_bench.benchmark.trials import TrialResult
 from kfac_bench.config import TrainConfig, compose
 from kfac_bench.core import KFAC
 from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS, eigen_adam
@@ -31,8 +30,9 @@ from kfac_bench.optimizers.first_order_options import AdamWConfig, MuonConfig, S
 from kfac_bench.optimizers.muon import muon
 from kfac_bench.optimizers.options import EigenAdamConfig, SOAPConfig
 from kfac_bench.problem import Problem
+from kfac_bench.record import score
 from kfac_bench.record.events import EVENTS_FILE
-from kfac_bench.record.runs import number
+from kfac_bench.record.runs import Run, number
 from kfac_bench.report.tables import Table, Value
 from kfac_bench.training.build import NOT_KEYWORDS_OF_KFAC
 from kfac_bench.whole_files import write_text
@@ -72,17 +72,22 @@ def write(asked: Asked, found: StudyResult, folder: Path, *, is_quick: bool) -> 
 
 def _finalist(asked: Asked, found: StudyResult, name: str) -> Finalist:
     winner, results = found.winners[name], found.finals[name]
+    runs = [result.run() for result in results]
+    whole = [run for run in runs if run is not None]
     config = compose.load(base_words(asked, winner.settings))
     problem = asked.chosen.problem
     return Finalist(
         name=study_input.tuning().labels[name],
-        runs=[SeedRun(r.seed, r.time_s, r.steps, r.curve) for r in results],
+        runs=[
+            SeedRun(r.seed, r.time_s, r.steps, _curve(run))
+            for r, run in zip(results, runs, strict=True)
+        ],
         limit_s=final_limit_s(winner, found.plan.budget),
         paste=paste_lines(config, problem, asked.words),
         uses_kfac=config.kfac.enabled,
-        step_s=_middle([_step_s(r) for r in results]),
-        memory_bytes=_middle([_memory_bytes(r) for r in results]),
-        stages_s=_stages_s(results),
+        step_s=_middle([run.pace[0] for run in whole]),
+        memory_bytes=_middle([_memory_bytes(run) for run in whole]),
+        stages_s=_stages_s(whole),
     )
 
 
@@ -91,26 +96,22 @@ def _middle(values: Sequence[float]) -> float:
     return median(known) if known else math.nan
 
 
-def _step_s(result: TrialResult) -> float:
-    """Return the seconds of a step; the first recorded steps are left out as warm-up."""
-    trained = result.trained
-    if len(trained) < 2 or trained[-1].step <= trained[0].step:
-        return math.nan
-    steps = trained[-1].step - trained[0].step
-    return (trained[-1].train_s - trained[0].train_s) / steps
+def _curve(run: Run | None) -> list[tuple[float, float]]:
+    """Return training seconds and metric of each evaluation."""
+    return [] if run is None else [(s, m) for _, s, m in score.metric_curve(run)]
 
 
-def _memory_bytes(result: TrialResult) -> float:
-    values = [number(e.peak_memory_bytes) for e in result.trained]
+def _memory_bytes(run: Run) -> float:
+    values = [number(e.peak_memory_bytes) for e in run.trained]
     return max((v for v in values if math.isfinite(v)), default=math.nan)
 
 
-def _stages_s(results: Sequence[TrialResult]) -> dict[str, float]:
+def _stages_s(runs: Sequence[Run]) -> dict[str, float]:
     """Return the seconds of each stage of K-FAC in all steps of all runs."""
     total: dict[str, float] = {}
-    for result in results:
+    for run in runs:
         before = 0
-        for event in result.trained:
+        for event in run.trained:
             steps, before = event.step - before, event.step
             for stage, mean_s in event.stage_mean_s.items():
                 if math.isfinite(mean_s) and mean_s > 0:
@@ -272,14 +273,7 @@ def _labels(problem: Problem) -> list[str]:
 
 
 def _eigen_adam(config: TrainConfig, optimizer: EigenAdamConfig) -> list[str]:
-    given = optimizer.settings() | {
-        "orthogonalize": optimizer.orthogonalize,
-        "scale": optimizer.scale,
-        "orthogonal_scale": optimizer.orthogonal_scale,
-        "orthogonal_steps": optimizer.orthogonal_steps,
-        "update_clip": optimizer.update_clip,
-        "decomposition": optimizer.decomposition,
-    }
+    given = optimizer.settings()
     own = inspect.signature(eigen_adam).parameters
     words = ["model", f"lr={_shown(given.pop('lr'))}"]
     words += _keywords(EigenAdam, given, {"betas": own["betas"].default})

@@ -8,7 +8,8 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
 from statistics import median
 
-from kfac_bench.benchmark import local_runs, run_end
+from kfac_bench.benchmark import grid, run_end
+from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.own_problem.study_input import REFERENCE, Asked, Settings, base_words
 from kfac_bench.benchmark.own_problem.study_plan import (
     Budget,
@@ -20,7 +21,6 @@ from kfac_bench.benchmark.own_problem.study_plan import (
 from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
-from kfac_bench.record.events import Trained
 from kfac_bench.record.runs import load
 
 TUNING_SEED = 1000
@@ -131,19 +131,15 @@ class _FirstRuns:
     def _run(self, phase: str, name: str, words: Sequence[str]) -> Path:
         """Run AdamW with its defaults; a failure ends the study."""
         folder = self._folder.runs_dir(phase)
-        own = [f"seed={TUNING_SEED}", path_word("runs_dir", folder), f"run_id={name}"]
-        overrides = [*base_words(self._asked, DEFAULT), *words, "trainer.target=null", *own]
-        ranks = self._asked.ranks
-        if ranks == 1:
-            code, line = local_runs.train_forked(overrides)
-        else:
-            code, line = local_runs.run_command(local_runs.local_command(overrides, ranks))
+        own = [f"seed={TUNING_SEED}", path_word("runs_dir", folder)]
+        overrides = (*base_words(self._asked, DEFAULT), *words, "trainer.target=null", *own)
+        cell = Cell(name, overrides, self._asked.ranks, folder=folder / name)
+        code, line = grid.train(cell)
         if code in run_end.INTERRUPTED:
             raise KeyboardInterrupt
         if code:
-            line = line.removeprefix("kfac-train: ").removesuffix(f" (exit code {code})")
             prefix = "" if code == 2 else f"{self._asked.file}: AdamW with its defaults fails: "
-            raise UsageError(prefix + line)
+            raise UsageError(prefix + grid.bare(line))
         shutil.rmtree(folder / name / "checkpoints", ignore_errors=True)
         return folder / name
 
@@ -160,6 +156,5 @@ def rounded(best: float, begins: float, *, higher_is_better: bool) -> float:
 
 
 def _step_s(path: Path) -> float:
-    """Return the seconds of a step of a run that recorded each step, without the first one."""
-    trained = [e for e in load(path).events if isinstance(e, Trained)]
-    return max(1e-6, (trained[-1].train_s - trained[0].train_s) / (len(trained) - 1))
+    """Return the seconds of a step, without the first recorded one."""
+    return max(1e-6, load(path).pace[0])

@@ -9,12 +9,10 @@ run again.
 
 import math
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kfac_bench.benchmark import grid, run_end
-from kfac_bench.benchmark.grid import Cell
+from kfac_bench.benchmark.grid import Cell, WorkSession
 from kfac_bench.benchmark.local_runs import warn_if_busy
 from kfac_bench.benchmark.own_problem import study_input
 from kfac_bench.benchmark.own_problem.first_runs import TUNING_SEED, make_plan
@@ -25,10 +23,9 @@ from kfac_bench.benchmark.own_problem.study_plan import (
     Budget,
     StudyFolder,
     StudyPlan,
-    wait_until_free,
 )
 from kfac_bench.benchmark.own_problem.verdict import LEAST_SEEDS
-from kfac_bench.benchmark.trials import TrialResult
+from kfac_bench.benchmark.trials import TrialResult, TrialRunner, take_turns
 from kfac_bench.config.command_options import path_word
 
 CRASHES = 2
@@ -90,9 +87,7 @@ class Phases:
         self._asked, self._folder, self._plan, self._say = asked, folder, plan, say
         self._labels = study_input.tuning().labels
         self._budget = plan.budget
-        # Of the runs that this process has made: wall time and training time.
-        self._wall_s = self._train_s = 0.0
-        self._runs = 0
+        self._runner = TrialRunner(WorkSession(), is_strict=False)
 
     def run(self) -> StudyResult:
         """Run what is left of both phases."""
@@ -105,22 +100,20 @@ class Phases:
     def _tune(self) -> dict[str, list[TrialResult]]:
         """Let the optimizers try settings in turns, until the seconds of each are spent."""
         results: dict[str, list[TrialResult]] = {name: [] for name in self._asked.candidates}
-        is_over = False
-        while not is_over:
-            is_over = True
-            for name, own in results.items():
-                limit_s = self._next_limit_s(name, results)
-                if limit_s is None:
-                    continue
-                is_over = False
-                settings = self._asked.candidates[name][len(own)]
-                own.append(self._trial("tuning", name, settings, TUNING_SEED, limit_s))
-                left_s = sum(self._tuning_left_s(each, results) for each in results)
-                runs = sum(self._trials_left(each, results) for each in results)
-                left = self._time_left(
-                    left_s + self._confirm_s(results), runs + self._finals(results)
-                )
-                self._say(f"[tuning] {self._labels[name]} {len(own)}: {own[-1]}; {left}")
+
+        def run_next(name: str) -> bool:
+            own, limit_s = results[name], self._next_limit_s(name, results)
+            if limit_s is None:
+                return False
+            settings = self._asked.candidates[name][len(own)]
+            own.append(self._trial("tuning", name, settings, TUNING_SEED, limit_s))
+            left_s = sum(self._tuning_left_s(each, results) for each in results)
+            runs = sum(self._trials_left(each, results) for each in results)
+            left = self._time_left(left_s + self._confirm_s(results), runs + self._finals(results))
+            self._say(f"[tuning] {self._labels[name]} {len(own)}: {own[-1]}; {left}")
+            return True
+
+        take_turns(results, run_next)
         return results
 
     def _repeat(self, results: Mapping[str, list[TrialResult]]) -> None:
@@ -223,20 +216,9 @@ class Phases:
         """Run a trial unless it has ended; a failure is a result like any other."""
         runs_dir = str(self._folder.runs_dir(phase))
         cell = self.cell(name, settings, seed, limit_s, runs_dir)
-        path = cell.path()
-        is_new, began = run_end.outcome(cell.path()) is None, time.monotonic()
-        if is_new:
-            wait_until_free(path)
-        _, text = grid.run_cell(cell)
-        if text.startswith("interrupted"):
-            raise KeyboardInterrupt
+        result = self._runner.run(cell, settings)
         # The event file is the result. Checkpoints of so many runs could fill a disk.
-        shutil.rmtree(path / "checkpoints", ignore_errors=True)
-        result = TrialResult.of(path, settings, seed)
-        if is_new:
-            self._wall_s += time.monotonic() - began
-            self._train_s += result.train_s
-            self._runs += 1
+        shutil.rmtree(cell.path() / "checkpoints", ignore_errors=True)
         return result
 
     def cell(self, name: str, settings: Settings, seed: int, limit_s: float, runs_dir: str) -> Cell:
@@ -255,10 +237,10 @@ class Phases:
         return Cell(self._labels[name], overrides, self._asked.ranks, {}, seed)
 
     def _time_left(self, train_s: float, runs: float) -> str:
-        made = self._budget
+        made, ran = self._budget, self._runner
         start_s = made.start_s
-        if self._runs:
-            start_s = max(0.0, self._wall_s - self._train_s * made.wall_per_s) / self._runs
+        if ran.runs:
+            start_s = max(0.0, ran.wall_s - ran.train_s * made.wall_per_s) / ran.runs
         wall_s = train_s * made.wall_per_s + runs * start_s
         return f"about {wall_s / 60:.0f} min left" if wall_s > 90 else f"about {wall_s:.0f} s left"
 

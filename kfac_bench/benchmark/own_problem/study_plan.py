@@ -13,13 +13,13 @@ files.
 import json
 import math
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kfac_bench.benchmark.trials import wait_until_free
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
 from kfac_bench.record import own_files
@@ -172,8 +172,6 @@ PLAN_FILE = "try.json"
 _FIRST_PHASES = ("speed", "reference")
 _PHASES = (*_FIRST_PHASES, "tuning", "final")
 """The folders of run directories, in the order of a study."""
-PATIENCE_S = 60.0
-"""Seconds to wait for a run that outlives a killed command. The run saves and ends by itself."""
 
 
 @dataclass(frozen=True)
@@ -286,19 +284,3 @@ class StudyFolder:
             self.remove_first_runs()
             if {p.name for p in self.path.iterdir()} <= {own_files.LOCK_FILE}:
                 shutil.rmtree(self.path, ignore_errors=True)
-
-
-def wait_until_free(directory: Path) -> None:
-    """Wait until no process writes to a run directory.
-
-    Raises:
-        UsageError: A process still writes to it after a minute.
-    """
-    deadline = time.monotonic() + PATIENCE_S
-    while own_files.is_locked(directory):
-        if time.monotonic() >= deadline:
-            raise UsageError(
-                f"{directory}: a process of an earlier command still trains here. End that "
-                "process; the same command then continues"
-            )
-        time.sleep(own_files.POLL_S)

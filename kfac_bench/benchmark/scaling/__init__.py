@@ -1,7 +1,7 @@
 """Measured scaling: the same training on several numbers of ranks, and where its steps' time goes.
 
 :mod:`.measured` reads event files. :mod:`.scaling_report` has the tables and the figure.
-:mod:`.scaling_runs` and :mod:`.scaling_options` start the runs.
+:mod:`.scaling_options` starts the runs.
 """
 
 from kfac_bench.benchmark.scaling.scaling_report import scaling_table as scaling_table

@@ -1,20 +1,22 @@
-"""``kfac-bench scaling``: the steps from its options to the written results."""
+"""``kfac-bench scaling``: the steps from its options to the runs and the written results."""
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kfac_bench import report
-from kfac_bench.benchmark import slurm_jobs
+from kfac_bench.benchmark import run_end, slurm_jobs
+from kfac_bench.benchmark.grid import Cell, run_cells
+from kfac_bench.benchmark.local_runs import warn_if_busy
 from kfac_bench.benchmark.scaling import scaling_report
 from kfac_bench.benchmark.scaling.measured import ScalingPoint, measure
 from kfac_bench.benchmark.scaling.scaling_report import scaling_table, stage_table
-from kfac_bench.benchmark.scaling.scaling_runs import ScalingRun, run_here, scaling_runs
 from kfac_bench.benchmark.slurm_jobs import KFAC_BENCH
 from kfac_bench.config import compose
-from kfac_bench.config.command_options import whole_number
+from kfac_bench.config.command_options import path_word, whole_number
 from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import Run, load
 from kfac_bench.simulate import hardware
@@ -23,6 +25,8 @@ from kfac_bench.simulate.sweep import SGD, Intervals, Variant, efficiency, sweep
 from kfac_bench.whole_files import write_text
 
 _MOST_RANKS, _MOST_ROUNDS, _MOST_STEPS = 4096, 100, 1_000_000
+WINDOWS = 4
+"""Intervals of decompositions that a run trains. The first interval warms up."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class ScalingRequest:
     overrides: Sequence[str]
     variants: Sequence[Variant]
     world_sizes: Sequence[int]
-    runs: Sequence[ScalingRun]
+    cells: Sequence[Cell]
+    """One round of one strategy on one number of ranks each."""
     folder: Path
     """Folder of the runs and of the results."""
     machine: Hardware | None
@@ -58,11 +63,15 @@ def scaling(options: argparse.Namespace, words: Sequence[str], say: Callable[[st
     if request.launcher == "slurm":
         _submit(request, say)
         return 0
-    failed = run_here(request.runs, say) if request.launcher == "local" else 0
-    finished = [each for each in request.runs if each.has_finished()]
+    failed = 0
+    if request.launcher == "local":
+        if any(run_end.will_run(cell.path(), retry=True) for cell in request.cells):
+            warn_if_busy(say)  # before the runs themselves make the machine busy
+        failed = run_cells(request.cells, say, retry=True)
+    finished = [each for each in request.cells if _has_finished(each)]
     if not finished:
         raise UsageError(f"{request.folder}: no run has finished; measure with --launcher local")
-    _write(request, [load(each.path) for each in finished], say)
+    _write(request, [load(each.path()) for each in finished], say)
     return 1 if failed else 0
 
 
@@ -75,8 +84,8 @@ def _write(request: ScalingRequest, runs: Sequence[Run], say: Callable[[str], No
             "trainer.max_train_s, or use fewer --steps"
         )
     tables = [scaling_table(runs), stage_table(runs)]
-    if missing := len(request.runs) - len(runs):
-        note = f"missing: {missing} of {len(request.runs)} runs"
+    if missing := len(request.cells) - len(runs):
+        note = f"missing: {missing} of {len(request.cells)} runs"
         tables[0] = replace(tables[0], notes=[note, *tables[0].notes])
     for table in tables:
         say(table.markdown())
@@ -130,8 +139,8 @@ def _submit(request: ScalingRequest, say: Callable[[str], None]) -> None:
     # The last --launcher counts.
     after = [sys.executable, *KFAC_BENCH, "scaling", *request.words, "--launcher", "none"]
     for world_size in request.world_sizes:
-        todo = [r for r in request.runs if r.world_size == world_size and not r.has_finished()]
-        commands = {each.label: each.rank_command for each in todo}
+        todo = [c for c in request.cells if c.ranks == world_size and not _has_finished(c)]
+        commands = {each.label: each.rank_command() for each in todo}
         if commands:
             options = [f"--ntasks={world_size}", *request.sbatch]
             jobs = slurm_jobs.submit(commands, after, request.folder, options)
@@ -146,7 +155,7 @@ def _request(options: argparse.Namespace, words: Sequence[str]) -> ScalingReques
     sizes = options.world_size.split(",")
     world_sizes = [whole_number("--world-size", text, _MOST_RANKS) for text in sizes]
     world_sizes = list(dict.fromkeys(world_sizes))
-    runs = scaling_runs(
+    cells = scaling_cells(
         overrides,
         variants,
         world_sizes,
@@ -163,7 +172,7 @@ def _request(options: argparse.Namespace, words: Sequence[str]) -> ScalingReques
         overrides,
         variants,
         world_sizes,
-        runs,
+        cells,
         options.runs_dir,
         _machine(options.hardware),
     )
@@ -189,3 +198,92 @@ def _machine(name: str) -> Hardware | None:
     from kfac_bench.simulate.simulate_options import hardware_path  # This import loads torch.
 
     return hardware.load(hardware_path(name, None)) if name else None
+
+
+def scaling_cells(
+    overrides: Sequence[str],
+    variants: Sequence[Variant],
+    world_sizes: Sequence[int],
+    *,
+    weak: bool,
+    rounds: int,
+    steps: int | None,
+    runs_dir: str,
+) -> list[Cell]:
+    """Return the runs of every variant on every number of ranks, in rounds.
+
+    Rounds are the outer loop. So a slow minute of the machine slows all variants alike.
+
+    Args:
+        overrides: The user's overrides of kfac-train.
+        variants: The strategies, with SGD.
+        world_sizes: The numbers of ranks.
+        weak: Whether the configured batch size is that of one rank; else it is that of all ranks.
+        rounds: How often each variant runs on each number of ranks.
+        steps: Steps of a window; None: ``kfac.update_freq``.
+        runs_dir: Where run directories go.
+
+    Raises:
+        UsageError: An override is wrong, or a rank would get no example.
+    """
+    base = compose.load(overrides)
+    fixed = [*overrides, *_fixed(steps or base.kfac.update_freq), path_word("runs_dir", runs_dir)]
+    if base.trainer.threads is None:
+        fixed.append("trainer.threads=1")
+    cells = []
+    for number in range(rounds):
+        for world_size in world_sizes:
+            batch = base.trainer.batch_size * (world_size if weak else 1)
+            for each in variants:
+                own = (*fixed, f"trainer.batch_size={batch}", *_kfac(each), f"seed={number}")
+                cells.append(_cell(each, world_size, number, own, runs_dir))
+    return cells
+
+
+def _fixed(window: int) -> list[str]:
+    """Return the overrides that make every run measure alike, whatever an experiment file says."""
+    return [
+        "trainer.target=null",
+        "trainer.max_epochs=null",
+        f"trainer.max_steps={WINDOWS * window}",
+        f"trainer.log_freq={window}",
+        f"trainer.eval_freq={WINDOWS * window}",
+        "trainer.predictions=0",
+        f"trainer.checkpoint_freq={WINDOWS * window}",
+        "trainer.pin=true",
+        "trainer.time_stages=true",
+        "logger=none",
+    ]
+
+
+def _cell(
+    variant: Variant, world_size: int, number: int, overrides: tuple[str, ...], runs_dir: str
+) -> Cell:
+    config = compose.load(overrides)
+    if config.trainer.batch_size < world_size:
+        raise UsageError(
+            f"trainer.batch_size={config.trainer.batch_size} leaves some of {world_size} ranks "
+            "without an example; use --mode weak or a larger batch"
+        )
+    digest = hashlib.sha256(repr((world_size, overrides)).encode()).hexdigest()[:8]
+    name = f"{variant.label.replace('/', '_').replace('@', '-')}-{world_size}-{number}-{digest}"
+    label = f"{variant.label} {world_size} ranks round {number + 1}"
+    return Cell(label, overrides, world_size, folder=Path(runs_dir) / name)
+
+
+def _kfac(variant: Variant) -> tuple[str, ...]:
+    """Return the overrides that select the variant."""
+    if variant.strategy == SGD:
+        return ("kfac=none", "kfac.enabled=false")
+    share = "null" if variant.fraction is None else f"{variant.fraction:g}"
+    return (
+        f"kfac={variant.strategy}",
+        "kfac.enabled=true",
+        f"kfac.strategy={variant.strategy}",
+        f"kfac.grad_worker_fraction={share}",
+    )
+
+
+def _has_finished(cell: Cell) -> bool:
+    """Return whether the run is complete, so that it can be measured."""
+    return (run_end.ended(cell.path()) or "").startswith("finished")

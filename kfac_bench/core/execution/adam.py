@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kfac_bench.core.kernels import linalg
+from kfac_bench.core.kfac_options import EigenAdamOptions
 
 BFLOAT16_ROWS = 128
 """Rows of the smaller side from which bfloat16 saves time: on a CPU with AVX-512 BF16, its products
@@ -30,24 +31,20 @@ GOLDEN = 0.6180339887498949
 
 @dataclass(frozen=True, slots=True)
 class AdamRule:
-    """The options of the rule; :class:`.EigenAdam` documents each of them."""
+    """The settings of :class:`.EigenAdam`, and the precision that suits the device."""
 
     betas: tuple[float, float]
     eps: float
-    scale: float
-    orthogonal_scale: float
-    orthogonal_steps: int
-    update_clip: float | None
-    has_qr_steps: bool
-    """True if eigenvectors are updated by one QR step, after the first eigh."""
+    options: EigenAdamOptions
     has_bfloat16: bool = False
     """True if large float32 updates are orthogonalized and rotated back in bfloat16."""
 
     def limit(self, lr: float, fan_in: int) -> float | None:
         """Return the largest root mean square of a direction; None: there is no limit."""
-        if self.update_clip is None or lr == 0:
+        clip = self.options["update_clip"]
+        if clip is None or lr == 0:
             return None
-        return self.update_clip / (abs(lr) * math.sqrt(fan_in))
+        return clip / (abs(lr) * math.sqrt(fan_in))
 
 
 @dataclass(slots=True)
@@ -179,7 +176,7 @@ def direction(
     if is_orthogonalized:
         update = _orthogonalize_and_rotate(update, back_a, back_g, rule)
     else:
-        update = linalg.rotate(update.mul_(rule.scale), back_a, back_g)
+        update = linalg.rotate(update.mul_(rule.options["scale"]), back_a, back_g)
     return update if limit is None else linalg.clip_root_mean_square(update, limit)
 
 
@@ -187,7 +184,8 @@ def _orthogonalize_and_rotate(
     update: Tensor, a: Tensor | None, g: Tensor | None, rule: AdamRule
 ) -> Tensor:
     """Return g^T X a; X is ``update`` with its singular values moved towards 1, and scaled."""
-    scale, steps = rule.orthogonal_scale * max(update.shape[-2:]) ** 0.5, rule.orthogonal_steps
+    steps = rule.options["orthogonal_steps"]
+    scale = rule.options["orthogonal_scale"] * max(update.shape[-2:]) ** 0.5
     is_large = update.dtype == torch.float32 and min(update.shape[-2:]) >= BFLOAT16_ROWS
     if rule.has_bfloat16 and is_large:
         # The singular values of X are about equal, so rounding changes no direction by much. Not so

@@ -103,7 +103,7 @@ class Solver:
 
     def _bases(self, keys: Sequence[FactorKey]) -> tuple[Tensor, ...]:
         """Return the eigenvectors from which one QR step starts; nothing if eigh is due."""
-        if self._adam is None or not self._adam.has_qr_steps:
+        if self._adam is None or self._adam.options["decomposition"] != "qr":
             return ()
         old = [self._store.decompositions.get(key) for key in keys]
         eigen = [each for each in old if isinstance(each, Eigen)]

@@ -214,11 +214,6 @@ class Placement:
         return self.workers[0]
 
     @property
-    def g_worker(self) -> int:
-        """The rank that decomposes G, or the last block of G."""
-        return self.workers[-1]
-
-    @property
     def is_colocated(self) -> bool:
         """True if one rank decomposes all factors of the layer."""
         return len(set(self.workers)) == 1

@@ -12,8 +12,8 @@ from kfac_bench.errors import UsageError
 DEMOS = {
     "imagenet": "kfac_bench.data.demo.demo_images:make_imagenet",
     "shards": "kfac_bench.data.demo.demo_images:make_shards",
-    "cifar10": "kfac_bench.data.demo.demo_cifar10:make",
-    "fashion_mnist": "kfac_bench.data.demo.demo_fashion_mnist:make",
+    "cifar10": "kfac_bench.data.demo.demo_digits:make_cifar10",
+    "fashion_mnist": "kfac_bench.data.demo.demo_digits:make_fashion_mnist",
     "lgg": "kfac_bench.data.demo.demo_images:make_lgg",
     "coco": "kfac_bench.data.demo.demo_images:make_coco",
     "squad": "kfac_bench.data.demo.demo_language:make_squad",

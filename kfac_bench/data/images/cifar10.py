@@ -7,6 +7,7 @@ plain bytes, so its files may have any content: the demo has this layout.
 
 import tarfile
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kfac_bench.data.base.in_memory import LabelledImages
+from kfac_bench.data.images.random_methods import RandomMethod
 from kfac_bench.errors import UsageError
 
 MEAN = (0.4914, 0.4822, 0.4465)
@@ -49,7 +51,7 @@ CifarPart = tuple[Tensor, Tensor]
 """uint8 images [n, 3, 32, 32] and int64 labels [n]."""
 
 
-def load(root: Path, augment: bool = True) -> LabelledImages:
+def load(root: Path, augment: bool | str = True) -> LabelledImages:
     """Return CIFAR-10 from `root`, normalized per channel.
 
     `root` holds `cifar-10-batches-bin/` or `cifar-10-batches-py/`, or their archives
@@ -58,7 +60,8 @@ def load(root: Path, augment: bool = True) -> LabelledImages:
 
     Args:
         root: Where the dataset is.
-        augment: Augment training images with `crop_and_flip`.
+        augment: Augment training images with `crop_and_flip`; then also with this method of
+            `random_methods`, if it is a name.
 
     Raises:
         UsageError: A file is missing or damaged, or a pickle or archive is not the published one.
@@ -72,8 +75,16 @@ def load(root: Path, augment: bool = True) -> LabelledImages:
         mean=MEAN,
         std=STD,
         classes=CLASSES,
-        augment=crop_and_flip if augment else None,
+        augment=augmentation(augment),
     )
+
+
+def augmentation(augment: bool | str) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return the function that augments a batch; see `load` for the argument."""
+    if not isinstance(augment, str):
+        return crop_and_flip if augment else None
+    method = RandomMethod(augment)
+    return lambda images, draws: method.of_batch(crop_and_flip(images, draws), draws)
 
 
 def is_at(root: Path) -> bool:

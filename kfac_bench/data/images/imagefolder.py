@@ -95,7 +95,7 @@ def load(
     workers: int = 4,
     on_error: str = "fatal",
     *,
-    augment: bool = True,
+    augment: bool | str = True,
 ) -> Data:
     """Open `root/train/<class>/*.JPEG` and `root/val/<class>/*.JPEG`; see `reading.ImageData`.
 

@@ -20,8 +20,9 @@ from kfac_bench.data.base.dataset import Data, ImageDisplay
 from kfac_bench.data.base.files import Faults, Unreadable
 from kfac_bench.data.base.in_memory import Normalize
 from kfac_bench.data.base.loader import Sample, load_batches
-from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
+from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator, mixed_seed
 from kfac_bench.data.images.opening import open_image, rgb, upright
+from kfac_bench.data.images.random_methods import RandomMethod
 from kfac_bench.errors import UsageError
 
 MEAN = (0.485, 0.456, 0.406)
@@ -68,9 +69,10 @@ class Source(Protocol):
 class ImageData(Data):
     """A dataset of photographs: uint8 images [n, 3, size, size] and int64 labels [n].
 
-    With `augment`, training images are cropped at random (`random_box`), resized and flipped. These
-    changes depend only on (seed, epoch, index of the image). All other images are cropped in the
-    centre (`centre_box`). `prepare` normalizes by ImageNet's mean and standard deviation.
+    With `augment`, training images are cropped at random (`random_box`), resized and flipped; a
+    name of `random_methods` changes them further. These changes depend only on (seed, epoch, index
+    of the image). All other images are cropped in the centre (`centre_box`). `prepare` normalizes
+    by ImageNet's mean and standard deviation.
 
     Each epoch starts `workers` processes, which end with the epoch; with 0 this process decodes.
     """
@@ -86,7 +88,7 @@ class ImageData(Data):
         faults: Faults,
         classes: Sequence[str] = (),
         *,
-        augment: bool = True,
+        augment: bool | str = True,
     ) -> None:
         if image_size < 1 or workers < 0:
             raise UsageError(
@@ -109,7 +111,8 @@ class ImageData(Data):
     def training_batches(self, indices: Iterator[Tensor], key: tuple[int, int]) -> Iterator[Batch]:
         """Yield (images, labels); see `Data.training_batches`."""
         own_key = key if self._augment else None
-        return self._batches(_Samples(self._train, self.shape[1], own_key), indices)
+        method = RandomMethod(self._augment) if isinstance(self._augment, str) else None
+        return self._batches(_Samples(self._train, self.shape[1], own_key, method), indices)
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
         """Yield this rank's evaluation batches; see `Data.evaluate`."""
@@ -133,8 +136,14 @@ class ImageData(Data):
 class _Samples(Dataset[Sample]):
     """Samples (image, label). With a key they are augmented, as a function of key and index."""
 
-    def __init__(self, source: Source, size: int, key: tuple[int, int] | None = None) -> None:
-        self.source, self.size, self.key = source, size, key
+    def __init__(
+        self,
+        source: Source,
+        size: int,
+        key: tuple[int, int] | None = None,
+        method: RandomMethod | None = None,
+    ) -> None:
+        self.source, self.size, self.key, self.method = source, size, key, method
 
     def __getitem__(self, index: int) -> Sample:
         if self.key is None:
@@ -144,6 +153,9 @@ class _Samples(Dataset[Sample]):
             image = load(self.source, index, self.size, draws.tolist())
         if isinstance(image, Unreadable):
             return image
+        if self.key is not None and self.method is not None:
+            # The numbers (seed, epoch, index) alone have chosen the crop.
+            image = self.method(image, mixed_seed(*self.key, index, 1))
         return image, self.source.labels[index]
 
 

@@ -83,7 +83,7 @@ def load(
     workers: int = 4,
     on_error: str = "fatal",
     *,
-    augment: bool = True,
+    augment: bool | str = True,
 ) -> Data:
     """Open the shards in `root`; see `reading.ImageData` and `read_index`.
 

@@ -1,22 +1,29 @@
 """PyTorch's DistributedDataParallel, and the process group that DDP, FSDP2 and DeepSpeed use.
 
 torchrun or srun starts the ranks. Messages go through gloo on CPUs and through NCCL on GPUs.
+
+Ranks that meet at a loopback address listen where no other machine can connect. torch's own store
+listens on all addresses of the machine, wherever the ranks meet, and gloo listens at the address of
+the machine's name. Neither of them authenticates.
 """
 
 import errno
+import ipaddress
 import os
+import socket
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +32,6 @@ from torch.optim import Optimizer
 from kfac_bench.config import BackendConfig
 from kfac_bench.core.distributed.collective import Collective, TorchCollective
 from kfac_bench.distributed.backend import Backend, find_device
-from kfac_bench.distributed.backends import loopback
 from kfac_bench.distributed.ranks import Ranks, lost_rank
 from kfac_bench.errors import LostRanksError, OneRankError
 from kfac_bench.output import say
@@ -121,12 +127,12 @@ def _meet(timeout: timedelta) -> tuple[Store, int, int]:
     host = os.environ.get("MASTER_ADDR", "")
     try:
         # torchrun may have opened the store before, at all addresses.
-        if loopback.is_loopback(host) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            loopback.confine()
+        if is_loopback(host) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            _confine()
             port, rank, world_size = (
                 int(os.environ[name]) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE")
             )
-            return loopback.store(host, port, rank, world_size, timeout), rank, world_size
+            return loopback_store(host, port, rank, world_size, timeout), rank, world_size
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         return store, rank, world_size
     except (OSError, RuntimeError) as error:
@@ -193,3 +199,67 @@ def _of_this_start(store: Store, rank: int, world_size: int, timeout_s: float) -
         missing = [r for r in missing if not store.check([f"kfac/{name}/{r}"])]
         time.sleep(0.01)
     return PrefixStore(name, store)
+
+
+_listening: dict[int, int] = {}
+"""The descriptors of the sockets at which stores of this process listen, with their inodes."""
+
+
+def _forget() -> None:
+    for descriptor, inode in _listening.items():
+        # After its store has ended, the number may belong to another file.
+        with suppress(OSError):
+            if os.fstat(descriptor).st_ino == inode:
+                nowhere = os.open(os.devnull, os.O_RDONLY)
+                os.dup2(nowhere, descriptor)  # a copy of the store may close the number later
+                os.close(nowhere)
+    _listening.clear()
+
+
+# Loader workers are forks. Without this they would keep the port of a run that was killed in use.
+os.register_at_fork(after_in_child=_forget)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only processes of this machine reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _confine() -> None:
+    """Let gloo and NCCL use the loopback interface, unless the user has named another one."""
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if names:
+            os.environ.setdefault(variable, names[0])
+
+
+def loopback_store(
+    host: str, port: int, rank: int, world_size: int, timeout: timedelta
+) -> TCPStore:
+    """Return the store of the ranks; on rank 0 it listens at `host` alone.
+
+    Raises:
+        OSError: Rank 0 cannot listen at this port.
+    """
+    if rank > 0:
+        return TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+        _listening[listener.fileno()] = os.fstat(listener.fileno()).st_ino
+        return TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            # The store closes the socket at its end.
+            master_listen_fd=listener.detach(),
+            # The store of libuv takes no socket in torch 2.6.
+            use_libuv=torch.__version__ >= "2.11",
+        )

@@ -2,7 +2,8 @@
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 import numpy as np
@@ -70,9 +71,10 @@ class CsvSink(FileView):
 
 
 class TensorboardSink(FileView):
-    """The view in TensorBoard, with every metric as a scalar over ``step``.
+    """The view in TensorBoard: options as hyperparameters, each metric as a scalar over ``step``.
 
-    The wall time of a scalar is the time of writing.
+    The wall time of a scalar is the start of the run plus the training seconds. So the axis
+    "Relative" of TensorBoard shows training time, without evaluations and pauses.
     """
 
     name = "TensorBoard"
@@ -81,11 +83,14 @@ class TensorboardSink(FileView):
         super().__init__(run)
         try:
             from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard.summary import hparams
         except ImportError:
             raise MissingPackageError("tensorboard", "logger=tensorboard") from None
         self._new_writer: Callable[..., Any] = SummaryWriter
+        self._hparams: Callable[..., Any] = hparams
         self._directory = run.directory / "tensorboard"
         self._writer: Any = None
+        self._began_s = 0.0
         self._purge_step: int | None = None
         """Readers drop scalars from this step on that were written before; None: they drop none."""
 
@@ -103,14 +108,25 @@ class TensorboardSink(FileView):
         if not row and not isinstance(event, Predicted | Resumed):
             return
         if self._writer is None or resumed:
-            self._close()
-            purge_step = event.step + 1 if resumed else self._purge_step
-            self._writer = self._new_writer(str(self._directory), purge_step=purge_step)
+            self._open(event.step + 1 if resumed else self._purge_step)
+        began_s = self._began_s
         for name in row.keys() - {"step"}:
-            self._writer.add_scalar(name, row[name], global_step=event.step)
+            self._writer.add_scalar(name, row[name], event.step, walltime=began_s + event.train_s)
         if isinstance(event, Predicted):
             for number, item in enumerate(event.items):
                 self._add_prediction(f"{number:02d}", item, event.step)
+
+    def _open(self, purge_step: int | None) -> None:
+        """Begin a file, with the options of the run at its top."""
+        self._close()
+        # The name of a file has its time. The first file began with the run.
+        files = self._directory.glob("events.out.tfevents.*")
+        times = [int(file.name.split(".")[3]) for file in files]
+        self._began_s = float(min(times, default=int(time.time())))
+        self._writer = self._new_writer(str(self._directory), purge_step=purge_step)
+        metric = {f"eval/{self._run.metric}": 0.0}  # TensorBoard reads the value from the scalars
+        for summary in self._hparams(_hyperparameters(self._run.config), metric):
+            self._writer.file_writer.add_summary(summary)
 
     def _add_prediction(self, number: str, item: PredictedItem, step: int) -> None:
         if item["file"] is not None:
@@ -121,3 +137,14 @@ class TensorboardSink(FileView):
         # Markdown shows indented lines as they are.
         text = "\n".join(f"    {line}" for line in lines)
         self._writer.add_text(f"captions/{number}", text, step)
+
+
+def _hyperparameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the options by their dotted names: numbers as numbers, all others as text."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= {} if name == "environment" else _hyperparameters(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value if isinstance(value, bool | int | float) else str(value)
+    return found

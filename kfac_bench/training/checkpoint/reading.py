@@ -35,12 +35,14 @@ class Checkpoint:
     shards: list[dict[str, Any]]
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the model's parameters and buffers by name.
+        """Return the model's parameters and buffers by name, or their average (``trainer.ema``).
 
         Raises:
             UsageError: If the checkpoint holds no model.
         """
-        model = self.shards[0].get("model")
+        average = self.shards[0].get("ema")
+        holder = average if isinstance(average, dict) else self.shards[0]
+        model = holder.get("model")
         if not isinstance(model, dict) or not all(
             isinstance(name, str) and isinstance(t, Tensor) for name, t in model.items()
         ):

@@ -13,6 +13,7 @@ import types
 import pytest
 
 from kfac_bench.benchmark import local_runs, schema, suite, tune
+from kfac_bench.benchmark import trials as trials_of_tuning
 from kfac_bench.benchmark.own_problem import answer, first_runs, study, study_input, study_plan
 from kfac_bench.benchmark.own_problem.study_input import Asked
 from kfac_bench.benchmark.own_problem.study_plan import (
@@ -61,7 +62,8 @@ class Simulation:
         with pytest.MonkeyPatch.context() as patch, self.folder.locked():
             patch.setattr(compose, "load", load)
             patch.setattr(local_runs, "train_forked", self.train)
-            patch.setattr(study, "time", types.SimpleNamespace(monotonic=lambda: self.clock_s))
+            clock = types.SimpleNamespace(monotonic=lambda: self.clock_s)
+            patch.setattr(trials_of_tuning, "time", clock)
             if self.folder.plan() is None:
                 self.folder.write_plan(StudyPlan(MADE, 0.93, is_own_target=False))
             return study.run(self.asked, self.folder, self.said.append)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -58,7 +59,7 @@ def call(*words):
 
 def test_runs_are_all_strategies_on_all_ranks_in_rounds(tmp_path):
     asked = parse("--world-size=1,2", "--strategy=comm_opt,hybrid_opt@1/2", "--rounds=2")
-    assert [c.label for c in asked.runs[:6]] == [
+    assert [c.label for c in asked.cells[:6]] == [
         "sgd 1 ranks round 1",
         "comm_opt 1 ranks round 1",
         "hybrid_opt@1/2 1 ranks round 1",
@@ -66,47 +67,46 @@ def test_runs_are_all_strategies_on_all_ranks_in_rounds(tmp_path):
         "comm_opt 2 ranks round 1",
         "hybrid_opt@1/2 2 ranks round 1",
     ]
-    assert len(asked.runs) == 12
-    assert len({c.path for c in asked.runs}) == 12
-    configs = [compose.load(c.overrides) for c in asked.runs]
+    assert len(asked.cells) == 12
+    assert len({c.path() for c in asked.cells}) == 12
+    configs = [compose.load(c.overrides) for c in asked.cells]
     assert [c.kfac.enabled for c in configs[:3]] == [False, True, True]
     assert [c.kfac.strategy for c in configs[1:3]] == ["comm_opt", "hybrid_opt"]
     assert [c.kfac.grad_worker_fraction for c in configs[1:3]] == [None, 0.5]
     assert [c.trainer.batch_size for c in configs[:6:3]] == [64, 128]
     assert [c.seed for c in configs[::6]] == [0, 1]
-    for cell, config in zip(asked.runs, configs, strict=True):
+    for cell, config in zip(asked.cells, configs, strict=True):
         check(config)
         assert (config.trainer.max_steps, config.trainer.log_freq) == (16, 4)
         assert (config.trainer.pin, config.trainer.threads) == (True, 1)
-        assert cell.path.name == config.run_id
-        assert str(cell.path.parent) == config.runs_dir == "runs/scaling"
+        assert str(cell.path().parent) == config.runs_dir == "runs/scaling"
 
 
 def test_strong_scaling_keeps_the_batch_size():
     asked = parse(
         "--mode=strong", "--world-size=1,2,4", "--strategy=mem_opt", "--rounds=1", "--steps=10"
     )
-    configs = [compose.load(c.overrides) for c in asked.runs]
+    configs = [compose.load(c.overrides) for c in asked.cells]
     assert {c.trainer.batch_size for c in configs} == {64}
     assert {c.trainer.max_steps for c in configs} == {40}
 
 
 def test_an_experiment_cannot_choose_the_strategy_or_stop_the_run():
     words = ["experiment=digits/autoencoder_kfac", "--world-size=2", "--strategy=layer_wise"]
-    for cell in request(words).runs:
+    for cell in request(words).cells:
         config = compose.load(cell.overrides)
-        assert config.kfac.enabled == (cell.variant.strategy != "sgd")
+        assert config.kfac.enabled == (not cell.label.startswith("sgd"))
         assert config.kfac.strategy == "layer_wise" or not config.kfac.enabled
         assert (config.trainer.target, config.trainer.max_epochs) == (None, None)
 
 
 def test_commands_start_the_right_number_of_ranks():
-    one, *_, two = parse("--world-size=1,2", "--rounds=1", "--strategy=comm_opt").runs
-    assert one.local_command[1:3] == ["-m", "kfac_bench"]
-    assert two.local_command[1:4] == ["-m", "kfac_bench.benchmark.local_runs", "2"]
+    one, *_, two = parse("--world-size=1,2", "--rounds=1", "--strategy=comm_opt").cells
+    assert one.command()[1:3] == ["-m", "kfac_bench"]
+    assert two.command()[1:4] == ["-m", "kfac_bench.benchmark.local_runs", "2"]
     # kfac-train must choose no recipe: the runs would not be those that were composed.
-    assert two.local_command[4:] == ["recipe=none", *two.overrides]
-    assert two.rank_command[1:] == ["-m", "kfac_bench", "recipe=none", *two.overrides]
+    assert two.command()[4:] == ["recipe=none", *two.overrides, f"run_id={two.path().name}"]
+    assert two.rank_command()[1:] == ["-m", "kfac_bench", *two.command()[4:]]
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,8 @@ def test_a_run_without_two_windows_is_left_out(tmp_path, capsys):
         "--rounds=1",
         f"--runs-dir={tmp_path / 'runs'}",
     )
-    for each in parse(*words).runs:
-        write(each.path, n=1)
+    for each in parse(*words).cells:
+        write(each.path(), n=1)
     assert call(*WORDS, *words, "--launcher=none") == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "no run is long enough to measure a step" in line
@@ -345,12 +345,12 @@ def test_two_ranks_are_measured_once(tmp_path, capsys):
     assert "no run has finished" in capsys.readouterr().err
     assert call(*words, "--hardware=two_cores") == 0
     said = capsys.readouterr().out
-    assert "[2/2] layer_wise 2 ranks round 1: measured\n" in said
+    assert "[2/2] layer_wise 2 ranks round 1: finished at step 16, " in said
     runs = {p.parent.name.partition("-")[0]: p for p in tmp_path.glob("*/events.jsonl")}
     started, *_ = read(runs["layer_wise"])
     assert started.environment["world_size"] == 2
     assert started.environment["pinned"] == (len(os.sched_getaffinity(0)) >= 2)
-    [cell] = [c for c in request(words).runs if c.variant.strategy == "layer_wise"]
+    [cell] = [c for c in request(words).cells if c.label.startswith("layer_wise")]
     assert started.payload_bytes == expected_payload(cell.overrides)
     assert [e.step for e in read(runs["layer_wise"]) if isinstance(e, Trained)] == [4, 8, 12, 16]
     table = stage_table([load(runs["layer_wise"])])
@@ -364,7 +364,8 @@ def test_two_ranks_are_measured_once(tmp_path, capsys):
 
     before = {path: path.read_bytes() for path in runs.values()}
     assert call(*words) == 0
-    assert "[2/2] layer_wise 2 ranks round 1: measured before" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.search(r"layer_wise 2 ranks round 1: finished at step 16, .* \(before\)", said)
     assert {path: path.read_bytes() for path in runs.values()} == before
 
 

@@ -468,7 +468,7 @@ def costs_of(plan, rows=ROWS):
 def test_rank_costs_by_hand():
     """4 ranks, 2 columns of 2: y on ranks 0 and 2, x on 1 and 3, which decompose A and G alone."""
     plan = make_plan([X, Y], 4, strategy="hybrid_opt", grad_worker_fraction=0.5)
-    assert [(p.a_worker, p.g_worker) for p in plan.placements] == [(1, 1), (0, 0)]
+    assert [(p.a_worker, p.workers[-1]) for p in plan.placements] == [(1, 1), (0, 0)]
     rank = costs_of(plan)[3]
     assert rank.memory_bytes == memory_bytes(plan, 3)
     assert rank.statistics_bytes == FACTORS_OF_ALL

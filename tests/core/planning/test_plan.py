@@ -180,7 +180,7 @@ def test_ranks_that_get_a_factor_keep_it(case):
     assert has == keeps
     decomposed = of_kind(plan, Decompose)
     assert {(r, *m) for op in decomposed for m in op.members for r in op.ranks} <= keeps
-    both = all(p.a_worker == p.g_worker for p in plan.placements)
+    both = all(p.a_worker == p.workers[-1] for p in plan.placements)
     assert plan.colocated == (both or plan.factors_on == "all")
 
 
@@ -631,7 +631,7 @@ def test_layer_wise_takes_turns(specs, world):
     plan = make_plan(specs, world, strategy="layer_wise")
     for i, placement in enumerate(plan.placements):
         rank = i % world
-        assert (placement.a_worker, placement.g_worker) == (rank, rank)
+        assert (placement.a_worker, placement.workers[-1]) == (rank, rank)
         assert placement.grad_workers == (rank,)
 
 
@@ -639,7 +639,7 @@ def test_layer_wise_takes_turns(specs, world):
 def test_a_and_g_share_a_rank_unless_comm_opt_or_the_option_parts_them(case):
     asked = case.options["colocate_factors"]
     if asked or (asked is None and case.plan.strategy != "comm_opt") or case.workers == 1:
-        assert all(p.a_worker == p.g_worker for p in case.plan.placements)
+        assert all(p.a_worker == p.workers[-1] for p in case.plan.placements)
 
 
 @pytest.mark.parametrize("strategy", ["comm_opt", *ADJUSTABLE])
@@ -648,14 +648,14 @@ def test_colocate_factors_decides_whether_a_and_g_share_a_rank(strategy):
     options = {"strategy": strategy, "grad_worker_fraction": 1.0}
     for colocate in (False, True):
         (placement,) = make_plan(specs, 2, colocate_factors=colocate, **options).placements
-        assert (placement.a_worker, placement.g_worker) == (0, int(not colocate))
+        assert (placement.a_worker, placement.workers[-1]) == (0, int(not colocate))
 
 
 def test_comm_opt_may_put_a_and_g_on_different_ranks():
     (placement,) = make_plan([LayerSpec("fc", 9, 4)], 2, strategy="comm_opt").placements
-    assert (placement.a_worker, placement.g_worker) == (0, 1)
+    assert (placement.a_worker, placement.workers[-1]) == (0, 1)
     (placement,) = make_plan([LayerSpec("fc", 4, 9)], 2, strategy="comm_opt").placements
-    assert (placement.a_worker, placement.g_worker) == (1, 0)
+    assert (placement.a_worker, placement.workers[-1]) == (1, 0)
 
 
 @for_all(cases(["comm_opt", "mem_opt", "hybrid_opt", "owner_reduce", "local_factors"]))

@@ -112,6 +112,33 @@ def test_scalars_are_read_back(tmp_path):
     assert "step" not in read
 
 
+def test_options_are_hyperparameters_and_the_wall_time_is_training_time(tmp_path):
+    config = {"seed": 3, "optimizer": {"name": "sgd", "lr": 0.5}, "environment": {"torch": "2"}}
+    shown = ShownRun(tmp_path, config=config, metric="accuracy")
+    for first in (1, 3):  # the second process continues the run
+        sink = TensorboardSink(shown)
+        if first > 1:
+            sink.write(Resumed(first - 1, 1.0, "checkpoint"))
+        sink.write(trained(first, 3.0))
+        sink.write(trained(first + 1, 2.0))
+        sink.close()
+    reader = reader_of(tmp_path)
+    times = [e.wall_time for e in reader.Scalars("train/loss")]
+    assert [t - times[0] for t in times] == [0.0, 0.5, 1.0, 1.5]
+    contents = reader.PluginTagToContent("hparams")
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    start = HParamsPluginData.FromString(contents["_hparams_/session_start_info"])
+    values = start.session_start_info.hparams
+    assert set(values) == {"seed", "optimizer.name", "optimizer.lr"}
+    assert (values["optimizer.lr"].number_value, values["optimizer.name"].string_value) == (
+        0.5,
+        "sgd",
+    )
+    experiment = HParamsPluginData.FromString(contents["_hparams_/experiment"]).experiment
+    assert [info.name.tag for info in experiment.metric_infos] == ["eval/accuracy"]
+
+
 def test_predictions_are_read_back(tmp_path):
     picture = np.arange(36, dtype=np.uint8).reshape(3, 4, 3)
     Image.fromarray(picture).save(tmp_path / "a.png")
