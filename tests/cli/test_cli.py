@@ -292,7 +292,10 @@ def test_a_path_that_the_system_refuses_is_one_line(name, words, capsys):
     with pytest.raises(SystemExit) as caught:
         getattr(cli, name)([word.format(path) for word in words])
     assert caught.value.code == 2
-    assert "cannot be used (File name too long)\n" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    if sys.version_info < (3, 14):  # later, Path.exists() hides the reason
+        assert "cannot be used (File name too long)\n" in said
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """kfac-data: demos in published layouts, which the readers can read, and damaged files."""
 
 import shlex
+import sys
 
 import pytest
 from PIL import Image
@@ -115,7 +116,8 @@ def test_the_command_after_verify_fits_the_dataset(dataset):
     [
         (("verify", "{folder}/none"), "none: no such folder"),
         (("verify", "{folder}"), "has the layout of no known dataset"),
-        (("verify", 300 * "x"), "cannot be read (File name too long)"),
+        # From Python 3.14, Path.exists() hides the reason.
+        (("verify", 300 * "x"), "File name too long" if sys.version_info < (3, 14) else "no such"),
         (("make-demo", "mnist", "{folder}"), "invalid choice"),
         (("make-demo", "imagenet", "{folder}/has"), "has train or val already"),
         (("make-demo", "imagenet", "{folder}/file/demo"), "cannot be written (Not a directory)"),

@@ -31,10 +31,10 @@ def test_the_signature_and_the_docstring_have_each_option(owner, options, table)
         assert parameters[name].annotation == kind
         default = torch.float32 if name == "state_dtype" else table[name].default
         assert parameters[name].default == default
-        assert f"\n        {name}: " in owner.__doc__
+        assert f"\n    {name}: " in owner.__doc__
         assert typing.get_type_hints(owner.__init__)[name] == kind
     assert "**options" not in str(inspect.signature(owner))
-    assert "        options: " not in owner.__doc__
+    assert "    options: " not in owner.__doc__
 
 
 def test_a_text_of_several_paragraphs_keeps_its_lists():

@@ -61,6 +61,8 @@ def load_batches(
         samples,
         batch_sampler=(batch.tolist() for batch in indices),
         num_workers=workers,
+        # Workers inherit blocked signals and the user's problem file. Python 3.14 would not fork.
+        multiprocessing_context="fork" if workers else None,
         collate_fn=partial(_collate, stack),
         pin_memory=torch.cuda.is_available(),
         # Without a generator the loader would draw its workers' seed from the global state.

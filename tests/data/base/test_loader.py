@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from multiprocessing.context import ForkContext
 
 import pytest
 import torch
@@ -91,12 +92,12 @@ def test_a_worker_that_cannot_hand_over_a_batch_ends(capfd):
 
 
 def test_a_loader_that_cannot_start_prints_nothing_later(monkeypatch):
-    def new_queue():
+    def new_queue(context):
         raise OSError(errno.ENOSPC, "no room in /dev/shm")
 
     lost = []
     monkeypatch.setattr(sys, "unraisablehook", lost.append)
-    monkeypatch.setattr(torch.multiprocessing, "Queue", new_queue)
+    monkeypatch.setattr(ForkContext, "Queue", new_queue)
     with pytest.raises(OSError, match="no room"):
         next(batches())
     gc.collect()

@@ -182,6 +182,7 @@ def test_the_same_run_id_continues_the_same_wandb_run(tmp_path, capfd):
         sink = new_sink(tmp_path, say=said.append)
         train(sink)
         sink.close()
+        time.sleep(1.0)  # the name of W&B's folder has seconds
     logs = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert len(logs) == 2
     assert len({log.name for log in logs}) == 1
