@@ -85,7 +85,7 @@ def test_held_out_rows_are_evenly_spread(count, share):
     assert sorted(train + held_out) == list(range(count))
     assert len(held_out) == int(count * share)
     gaps = [b - a for a, b in pairwise(held_out)]
-    assert not gaps or max(gaps) - min(gaps) <= 1
+    assert all(abs(gap - 1 / share) < 1 for gap in gaps)
 
 
 @pytest.mark.parametrize("write", [write_hub, write_saved])

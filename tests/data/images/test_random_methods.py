@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.data.base.order import Shard
-from kfac_bench.data.image_options import ImageFolderConfig
+from kfac_bench.data.folder_options import ImageFolderConfig
 from kfac_bench.data.images import cifar
 from kfac_bench.data.images.random_methods import METHODS, Mixup, RandomMethod
 from kfac_bench.tasks.image_tasks import Classification
