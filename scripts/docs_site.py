@@ -68,7 +68,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         text = link[1].strip("`")
         return f"`{path}`" if path.endswith(text) else f"{link[1]} (`{path}`)"
 
-    return _EQUATION.sub(lambda block: _mathml(block[1]), _LINK.sub(path_of, markdown))
+    return _EQUATION.sub(lambda block: mathml(block[1]), _LINK.sub(path_of, markdown))
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -76,7 +76,7 @@ def on_page_content(html: str, **_: Any) -> str:
     return _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", html)
 
 
-def _mathml(latex: str) -> str:
+def mathml(latex: str) -> str:
     """Return an equation in LaTeX as HTML. The rows of an aligned equation begin at the left."""
     mathml = latex2mathml.converter.convert(latex, display="block")
     return f'<div class="equation">{mathml}</div>'

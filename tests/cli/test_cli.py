@@ -26,6 +26,7 @@ from kfac_bench.record.events import RunEnded, RunStarted, Trained, read
 from kfac_bench.simulate import plan_report
 from kfac_bench.training import dry_run
 from tests.support import forks
+from tests.support.language import gpt2_folder
 from tests.support.quick import slow
 from tests.support.runs import before_step
 from tests.support.written_runs import two_optimizers
@@ -402,8 +403,9 @@ OTHERS = ("kfac.weight_sharing=reduce", "kfac.max_dim=64", "kfac.fisher=mc", "kf
 
 @pytest.mark.parametrize("options", [ALL, slow(OTHERS)])
 @pytest.mark.parametrize("model", sorted({*compose.options_of("model")} - {"problem"}))
-def test_a_dry_run_works_for_every_model(model, options):
+def test_a_dry_run_works_for_every_model(model, options, tmp_path):
     data = {
+        "huggingface": "pydoc",
         "unet": "lgg",
         "transformer": "pydoc",
         "lstm": "pydoc",
@@ -412,7 +414,13 @@ def test_a_dry_run_works_for_every_model(model, options):
     }
     family = model.partition("_")[0]
     empirical = ["kfac.fisher=empirical"] if family in ("maskrcnn", "bert") else []
-    text = dry_run_of(f"model={model}", "trainer.batch_size=4", *options, *empirical)
+    named = {
+        "torchvision": ["model.architecture=resnet18"],
+        "timm": ["model.architecture=resnet18"],
+    }.get(model, [])
+    if model == "huggingface":
+        named = [f"model.path={gpt2_folder(tmp_path)}", "data.sequence_length=16"]
+    text = dry_run_of(f"model={model}", "trainer.batch_size=4", *options, *empirical, *named)
     assert f": {model} on {data.get(family, 'digits')}" in text
     assert re.search(
         r"K-FAC adds [\d.]+ .FLOP per step on average \(\d+ (%|times those) of forward", text

@@ -11,6 +11,7 @@ from kfac_bench.config.train import LOGGERS
 from kfac_bench.errors import UsageError
 from tests.support import ROOT
 from tests.support.configs import DEFAULT, GROUPS, Own, quick_load, refused
+from tests.support.language import gpt2_folder
 from tests.support.quick import quick_if, slow
 
 EXPERIMENT_DIR = compose.CONF_DIR / "experiment"
@@ -75,7 +76,7 @@ def groups_of(defaults):
 @pytest.mark.parametrize(
     ("group", "choice"), [(g, c) for g in GROUPS for c in compose.options_of(g)]
 )
-def test_every_choice_composes(group, choice):
+def test_every_choice_composes(group, choice, tmp_path):
     bert = "model=bert_tiny"
     goes_with = {
         "reconstruction": ["model=autoencoder"],
@@ -89,12 +90,15 @@ def test_every_choice_composes(group, choice):
         "question_answering": [bert, "data=squad"],
         "eigen_adam": ["optimizer=eigen_adam"],
         "problem": [f"problem={ROOT / 'examples/problems/digits.py'}"],
+        **{key: ["model.architecture=resnet18"] for key in ("torchvision", "timm")},
     }.get(choice, [])
+    if choice == "huggingface":
+        goes_with = [f"model.path={gpt2_folder(tmp_path)}"]
     problem_file.run_named(goes_with)
     found = compose.load([*goes_with, f"{group}={choice}"])
     assert chosen(found, group) == choice
     models = {choice, *(x.removeprefix("model=") for x in goes_with)}
-    with_data = ("unet", "transformer", "lstm", "maskrcnn", "bert")
+    with_data = ("unet", "transformer", "lstm", "maskrcnn", "bert", "huggingface")
     sets_data = any(m.startswith(with_data) for m in models)
     together = {"model", "data"} if sets_data else {"model"} if goes_with else set()
     together |= {"data", "model"} if choice == "problem" else set()

@@ -27,7 +27,7 @@ BAD = [
     ("epochs=9", "epochs: no such option; did you mean trainer.max_epochs?"),
     ("seed.x=1", "seed"),
     ("model=resnet51", "model=resnet51: no such model; did you mean resnet50 or resnet56?"),
-    ("model=foo", "bert_tiny, lstm, maskrcnn_resnet50_fpn, maskrcnn_tiny, problem, resnet101"),
+    ("model=foo", "bert_tiny, huggingface, lstm, maskrcnn_resnet50_fpn, maskrcnn_tiny, problem"),
     ("optimizer=sdg", "choose one of adam, adamw"),
     ("kfac=inverse", "did you mean kfac.method=inverse? kfac= chooses one of comm_opt, eigen"),
     ("kfac=kaisa", "chooses one of comm_opt, eigen_adam, hybrid_opt, layer_wise, local_factors"),

@@ -13,6 +13,7 @@ from kfac_bench.models.library_options import HuggingFaceConfig
 from kfac_bench.record.events import Evaluated
 from kfac_bench.tasks.language_tasks import Pretraining
 from kfac_bench.training import weights
+from tests.support.language import gpt2_folder
 from tests.support.runs import of_kind, train
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -20,13 +21,7 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 @pytest.fixture
 def gpt2(tmp_path):
-    """A folder with config.json of a GPT-2 of 96 tokens."""
-    folder = tmp_path / "gpt2"
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 96}
-    special = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(architectures=["GPT2LMHeadModel"], **sizes, **special)
-    config.save_pretrained(folder)
-    return folder
+    return gpt2_folder(tmp_path)
 
 
 def build(folder, head="auto", shape=(16,), num_classes=96, task="language_model"):

@@ -75,3 +75,15 @@ def make_squad(root, train=None, dev=None):
     asked = "where is ? " * 3
     wordpiece.write(wordpiece.train([asked, *contexts, *contexts], 300), root / "vocab.txt")
     return root
+
+
+def gpt2_folder(path):
+    """A folder with config.json of a GPT-2 of 96 tokens."""
+    import transformers
+
+    folder = path / "gpt2"
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 96}
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(architectures=["GPT2LMHeadModel"], **sizes, **special)
+    config.save_pretrained(folder)
+    return folder

@@ -89,6 +89,8 @@ def test_each_block_parses(page):
         elif language == "bash":
             done = subprocess.run(["bash", "-n"], input=code, text=True, capture_output=True)
             assert done.returncode == 0, done.stderr
+        elif language == "math":
+            assert "<math" in docs_site.mathml(code)
         else:
             assert language in ("", "text"), f"{page}: a test must know how to parse {language}"
 

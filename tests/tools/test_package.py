@@ -69,8 +69,7 @@ def test_links_of_the_readme_lead_to_the_public_address(wheel):
     set_text = with_address(text, "https://example.org/k")
     assert "![Validation" in set_text
     assert "](https://example.org/k/raw/main/docs/demo.svg)" in set_text
-    assert "](https://example.org/k/blob/main/docs/how-to/try.md)" in set_text
-    assert "](#papers)" in set_text
+    assert "](https://example.org/k/blob/main/docs/tutorials/first_run.md)" in set_text
     assert "](docs/" not in set_text
 
 
