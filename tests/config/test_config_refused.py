@@ -95,7 +95,7 @@ BAD = [
     ("trainer.clip_grad_when=after", "has no effect without a limit: set trainer.clip_grad_norm"),
     ("data.mixup=-0.1", "data.mixup=-0.1: must be at least 0"),
     ("data.auto_augment=mixup", "choose one of randaugment, trivialaugment"),
-    ("data.auto_augment=randaugment", "cifar10 or cifar100 or imagefolder or parquet or shards, not"),
+    ("data.auto_augment=randaugment", "cifar100 or imagefolder or parquet or shards, not"),
     ("trainer.device=tpu", "choose one of auto, cpu, cuda"),
     ("model.name='a\nb'", "model.name="),
     ("kfac.skip=['(']", "kfac.skip"),
