@@ -1,11 +1,13 @@
 """A comparison of runs: settings, a result row per setting, notes, and one sentence per task."""
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kfac_bench.errors import UsageError
+from kfac_bench.record import score
 from kfac_bench.record.runs import (
     Run,
     Setting,
@@ -76,16 +78,20 @@ LEVEL = 1.05
 def finding(settings: Sequence[Setting]) -> str:
     """Return the sentence that compares K-FAC with the best other optimizer of one task.
 
-    It is empty if there is no target, or no setting to compare with.
+    Without a target it compares the metric after equal time and after equal steps. It is empty if
+    there is no setting to compare with, or nothing was evaluated.
     """
-    goal = target(settings[0].runs[0])
+    started, goal = settings[0].runs[0].started, target(settings[0].runs[0])
     with_kfac = [s for s in settings if has_kfac(s.runs[0])]
     others = [s for s in settings if not has_kfac(s.runs[0])]
-    if goal is None or not with_kfac or not others:
+    if not with_kfac or not others:
         return ""
+    name_of_metric = plain(started.metric).replace("_", " ")
+    if goal is None:
+        return _after_equal_work(with_kfac, others, name_of_metric)
     ours, best = _fastest(with_kfac), _fastest(others)
     name = "K-FAC" if len(with_kfac) == 1 else plain(ours.optimizer)
-    rival, metric = plain(best.optimizer), f"{goal:.12g}"
+    rival, metric = plain(best.optimizer), f"{name_of_metric} {goal:.12g}"
     ours_s, best_s = ours.seconds.median, best.seconds.median
     if any(math.isinf(each.seconds.median) and each.reached for each in (ours, best)):
         # At least half of the seeds missed the target, but not all.
@@ -97,10 +103,37 @@ def finding(settings: Sequence[Setting]) -> str:
     if math.isinf(best_s):
         return f"Only {name} reaches {metric}"
     if min(ours_s, best_s) <= 0 or _level(ours, best):
-        return f"{name} and {rival} need about the same time to {metric}"
+        return f"No difference is shown between {name} and {rival} to {metric}"
     if ours_s < best_s:
-        return f"{name} reaches {metric} {best_s / ours_s:.1f}x faster than {rival}"
-    return f"{rival} reaches {metric} {ours_s / best_s:.1f}x faster than {name}"
+        return f"{name} is {best_s / ours_s:.1f}x faster than {rival} to {metric}"
+    return f"{rival} is {ours_s / best_s:.1f}x faster than {name} to {metric}"
+
+
+def _after_equal_work(ours: Sequence[Setting], others: Sequence[Setting], metric: str) -> str:
+    """Return the sentence that compares the metric after the time and the steps that all have."""
+    curves = [[score.points(run, metric=True) for run in s.runs] for s in (*ours, *others)]
+    if not all(curve for runs in curves for curve in runs):
+        return ""
+    sign = 1 if ours[0].runs[0].started.higher_is_better else -1
+    parts = []
+    for axis, unit in ((1, "s of training"), (0, "steps")):
+        limit = min(curve[-1][axis] for runs in curves for curve in runs)
+        values = [
+            statistics.median(
+                max((p for p in curve if p[axis] <= limit), default=curve[0])[2] for curve in runs
+            )
+            for runs in curves
+        ]
+        mine = max(range(len(ours)), key=lambda i: sign * values[i])
+        best = max(range(len(ours), len(values)), key=lambda i: sign * values[i])
+        name = "K-FAC" if len(ours) == 1 else plain(ours[mine].optimizer)
+        rival = plain(others[best - len(ours)].optimizer)
+        parts.append(
+            f"after {limit:.3g} {unit} {name} has {metric} {values[mine]:.4g}, "
+            f"{rival} {values[best]:.4g}"
+        )
+    text = "; ".join(parts)
+    return text[0].upper() + text[1:]
 
 
 def _fastest(settings: Sequence[Setting]) -> Row:
