@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 
 from kfac_bench import __version__
+from kfac_bench.output import size_text
 from kfac_bench.record.runs import Run, Setting, differences, flatten, plain, seed, target
 from kfac_bench.record.score import (
     OWN_TO_A_RUN,
@@ -199,11 +200,17 @@ def _environments(settings: Sequence[Setting], unequal: Sequence[str]) -> HtmlTa
         ("setting", "seed", *unequal),
         [
             [cell(setting.optimizer), cell(seed(run), str(seed(run)))]
-            + [cell(_environment(run).get(key, DASH)) for key in unequal]
+            + [_environment_cell(key, _environment(run).get(key, DASH)) for key in unequal]
             for setting in settings
             for run in setting.runs
         ],
     )
+
+
+def _environment_cell(key: str, value: str) -> HtmlCell:
+    if key.endswith("_bytes") and value.isdecimal():
+        return HtmlCell(size_text(int(value)), value)
+    return cell(value)
 
 
 def _options(settings: Sequence[Setting]) -> dict[str, Any]:

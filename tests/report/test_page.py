@@ -109,7 +109,8 @@ def test_the_policy_allows_only_the_pages_own_script_and_style(folder: Path) -> 
 
 
 def test_the_page_shows_results_options_runs_and_machines(folder: Path) -> None:
-    write_run(folder / "other", seed=7, environment={"git": {"commit": "abc"}, "torch": "2.11"})
+    machine = {"git": {"commit": "abc"}, "torch": "2.11", "memory_bytes": 25_276_502_016}
+    write_run(folder / "other", seed=7, environment=machine)
     text = " ".join(Tags(report.html(report.compare([folder]))).text.split())
     for expected in (
         "digits resnet8, accuracy ≥ 0.9",
@@ -118,7 +119,7 @@ def test_the_page_shows_results_options_runs_and_machines(folder: Path) -> None:
         "optimizer.lr",
         "torch 2.11",
         "git.commit",
-        "SGD7abc",
+        "SGD7abc25.3 GB",
         "environments differ in git.commit",
         str(folder / "kfac1" / "events.jsonl"),
     ):
