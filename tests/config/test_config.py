@@ -82,7 +82,7 @@ def test_every_choice_composes(group, choice, tmp_path):
         "reconstruction": ["model=autoencoder"],
         **{key: ["model=unet"] for key in ("lgg", "segmentation")},
         **{key: ["model=maskrcnn_tiny"] for key in ("coco", "detection")},
-        **{key: [bert] for key in ("text", "pretraining")},
+        **{key: [bert] for key in ("text", "text_parquet", "pretraining")},
         "pictures": ["model=unet", "task=denoising"],
         "denoising": ["model=unet", "data=pictures"],
         **{key: ["model=transformer"] for key in ("pydoc", "language_model")},

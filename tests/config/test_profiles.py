@@ -90,7 +90,7 @@ def test_a_demo_is_made_once_and_equals_that_of_kfac_data(cache, tmp_path, monke
     demo_folder.make("lgg", tmp_path / "own")
     assert files(place) == files(tmp_path / "own") != {}
     assert [p.name for p in cache.iterdir()] == [place.name]
-    monkeypatch.setattr(demo_folder, "make", None)
+    monkeypatch.setattr(demo_folder, "make", pytest.fail)
     assert demo_folder.folder("lgg") == place
 
 

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
+from tensorboard.summary.writer import event_file_writer
 
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import (
@@ -39,6 +40,13 @@ def trained(step: int, loss: float) -> Trained:
         failed_decompositions=2,
         dropped_statistics=0,
     )
+
+
+@pytest.fixture(autouse=True)
+def _order_of_files(monkeypatch):
+    """The files of one second and process are read in the order of the text of a counter."""
+    counter = event_file_writer.AtomicCounter(0)
+    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
 
 
 def test_names_are_the_documented_ones():
