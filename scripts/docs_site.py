@@ -77,7 +77,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def mathml(latex: str) -> str:
-    """Return an equation in LaTeX as HTML. The rows of an aligned equation begin at the left."""
+    """Return an equation in LaTeX as HTML that browsers draw without a script."""
     mathml = latex2mathml.converter.convert(latex, display="block")
     return f'<div class="equation">{mathml}</div>'
 

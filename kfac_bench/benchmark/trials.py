@@ -63,8 +63,8 @@ def _value(option: Mapping[str, list[Any]], u: float) -> Any:
         case {"choice": [*choices]}:
             return choices[math.floor(u * len(choices))]
     raise UsageError(
-        f"tuning space: {dict(option)} is neither log, uniform or integer: [low, high] nor choice: "
-        "[...]"
+        f"tuning space: {dict(option)} is no range. Write log, uniform or integer: [low, high], or "
+        "choice: [value, ...]"
     )
 
 

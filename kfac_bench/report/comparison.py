@@ -119,7 +119,7 @@ def _after_equal_work(ours: Sequence[Setting], others: Sequence[Setting], metric
     for axis, unit in ((1, "s of training"), (0, "steps")):
         limit = min(curve[-1][axis] for runs in curves for curve in runs)
         values = [
-            statistics.median(
+            statistics.median(  # a point begins with its step, so the largest is the last
                 max((p for p in curve if p[axis] <= limit), default=curve[0])[2] for curve in runs
             )
             for runs in curves

@@ -61,7 +61,7 @@ def test_trials_of_spaces_with_and_without_ranges():
     space = {"x": {"optimizer": "sgd"}, "y": {"optimizer.lr": {"linear": [0, 1]}}}
     tuning = Tuning(["experiment=digits/resnet"], 3, [1], space, "digits/{task}_{optimizer}")
     assert trials.trial_settings(tuning, "x") == [{"optimizer": "sgd"}] * 3
-    with pytest.raises(UsageError, match="neither log"):
+    with pytest.raises(UsageError, match="is no range"):
         trials.trial_settings(tuning, "y")
 
 

@@ -133,7 +133,7 @@ def test_the_verdicts_are_counted_right():
     )
     text = " ".join(README.split())
     assert (
-        f"Of {words[len(claims)]} claims of the papers that were tested with small models on two "
+        f"Of {words[len(claims)]} published claims that were tested with small models on two "
         f"cores, {supported} are supported, {not_supported} is not, {open_} are not decided, and "
         f"{untestable} cannot be tested there"
     ) in text
@@ -146,7 +146,7 @@ def test_the_runs_with_faults_are_counted_right():
 
 
 def test_the_numbers_of_the_contest_are_those_of_its_runs(monkeypatch):
-    """Those of README, and the page of all results."""
+    """The numbers of README and of the lab's page follow from the runs."""
     monkeypatch.setattr(conf_files, "ADDED", [CONF])
     contest = schema.load("contest")
     store = ResultStore(ROOT / "benchmarks" / "results", "contest", "table", tasks_of(contest))
