@@ -514,14 +514,15 @@ class KFAC:
 
         ``print`` it, or read its fields.
         """
+        reasons = dict.fromkeys(self._guards.statistics.missing, "its gradient has no statistics")
         left = self._executor.gradients.left
-        reason = "its statistics are not those of its gradient"
+        reasons |= dict.fromkeys(left, "its statistics are not those of its gradient")
         left_out = [
-            SkippedModule(x.name, type(x.modules[0]).__name__, x.spec.grad_numel, reason)
+            SkippedModule(x.name, type(x.modules[0]).__name__, x.spec.grad_numel, reasons[x.name])
             for x in self._layers
-            if x.name in left
+            if x.name in reasons
         ]
-        layers = [layer for layer in self._layers if layer.name not in left]
+        layers = [layer for layer in self._layers if layer.name not in reasons]
         skipped = [*self._skipped, *left_out]
         return Report(self.plan, self.collective.rank, layers, skipped, self.choice)
 

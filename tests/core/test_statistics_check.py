@@ -487,6 +487,12 @@ def test_gradients_without_statistics_are_named(other_pass):
         else:
             with pytest.warns(UserWarning, match=r"layer '0' has a gradient, but.*3 of 3.* skip"):
                 kfac.step()
+    assert not kfac.report().layers
+    assert {each.reason for each in kfac.report().skipped} == {"its gradient has no statistics"}
+    model.zero_grad()
+    backward(model)
+    kfac.step()
+    assert len(kfac.report().layers) == 3, "they have statistics now"
 
 
 def test_a_layer_without_statistics_is_named_also_later():

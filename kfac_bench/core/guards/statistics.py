@@ -60,6 +60,8 @@ class StatisticsCheck:
         self._has_new = False
         self._present: dict[str, float | Tensor] = {}
         self._idle: dict[str, Tensor] = {}
+        self.missing: set[str] = set()
+        """Names of layers that had a gradient without statistics when they were last judged."""
 
     def leave(self, names: Collection[str]) -> None:
         """Leave layers to the optimizer, and those that share a weight with them."""
@@ -139,12 +141,15 @@ class StatisticsCheck:
         for layer, row in zip(self._layers.values(), self._summed_rows(), strict=False):
             *squares, present, idle, half = row
             difference = self._difference(layer.name, squares, is_half=half > 0)
+            if present:
+                self.missing.discard(layer.name)
             if difference is None:
                 if not present and 0 < idle < math.inf:
                     missing.append(layer)
             elif difference > (HALF_TOLERANCE if half else TOLERANCE):
                 wrong[layer.name] = difference
         if missing:
+            self.missing.update(layer.name for layer in missing)
             self._warn_of_missing(missing)
         if wrong:
             self._warn_of_difference(wrong)
