@@ -164,7 +164,8 @@ def table(rows: Mapping[tuple[str, str], Row]) -> Iterator[str]:
         for row in rows.values():
             if row["library"] == library and "error" not in row:
                 share = 100 * row["covered"] // row["parameters"]
-                by_share.setdefault(share, []).append(_named(row))
+                named = f"{row['name']} {max(row['seconds'], 0.1):.1f}"
+                by_share.setdefault(share, []).append(named)
         for share in sorted(by_share, reverse=True):
             yield f"| {library} | {share} % | {', '.join(sorted(by_share[share]))} |"
     yield ""
@@ -175,12 +176,6 @@ def table(rows: Mapping[tuple[str, str], Row]) -> Iterator[str]:
     for row in rows.values():
         if "error" in row:
             yield f"* {row['library']}, {row['name']}: {row['error']}"
-
-
-def _named(row: Row) -> str:
-    """Return the name with the seconds; a star means that K-FAC left layers out with a warning."""
-    star = any("no statistics" in text for text in row["warnings"])
-    return f"{row['name']}{'*' if star else ''} {max(row['seconds'], 0.1):.1f}"
 
 
 def main() -> None:
