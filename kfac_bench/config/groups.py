@@ -219,6 +219,11 @@ class ModelConfig(Section):
         """Return the names that the option ``model.architecture`` may have, if there is one."""
         return ()
 
+    @classmethod
+    def option_for(cls, name: str) -> str:
+        """Return the option that chooses a library's network by its name there, or nothing."""
+        return f"model.architecture={name}" if name in cls.architectures() else ""
+
     def build(self, shape: tuple[int, ...], num_classes: int, task: str) -> nn.Module:
         """Return the network with random weights.
 

@@ -259,10 +259,11 @@ def no_such_choice(group: str, word: str, choices: Sequence[str]) -> str:
     if reason := _REMOVED.get((group, word)):
         return f"{group}={word}: {reason}"
     name = word.rpartition("/")[2]  # timm/resnet18
-    # torchvision, which is always installed, before timm
-    for choice in reversed(list(TABLES["model"])) if group == "model" else ():
-        if name in TABLES["model"][choice].architectures():
-            return f"model={word}: write model={choice} model.architecture={name}"
+    # The library that the user names first; torchvision, which is always installed, before timm.
+    libraries = sorted(TABLES["model"], reverse=True) if group == "model" else []
+    for choice in sorted(libraries, key=lambda library: f"{library}/" not in word):
+        if option := TABLES["model"][choice].option_for(name):
+            return f"model={word}: write model={choice} {option}"
     return f"{group}={word}: no such {group}{_instead(group, word, choices)}"
 
 

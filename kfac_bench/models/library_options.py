@@ -5,12 +5,13 @@ This file imports no torch, as :mod:`kfac_bench.models.options`, which has the t
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from kfac_bench.config.groups import ModelConfig
+from kfac_bench.config.groups import TABLES, ModelConfig
 from kfac_bench.config.options import RESULT, option
 from kfac_bench.errors import MissingPackageError, UsageError
 
@@ -69,6 +70,23 @@ class HuggingFaceConfig(ModelConfig):
         RESULT,
         choices=("auto", "causal", "masked", "classifier"),
     )
+
+    @classmethod
+    def option_for(cls, name: str) -> str:
+        """Return the option for a name on the hub, such as bert-base-uncased, or nothing."""
+        if difflib.get_close_matches(name, TABLES["model"], cutoff=0.8):
+            return ""  # more likely a typing error, such as bert_tin
+        try:
+            from transformers.models.auto import modeling_auto as kinds
+        except ImportError:
+            return ""
+        names = (
+            *kinds.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            *kinds.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        )
+        if not name.lower().replace("-", "_").startswith(tuple(n.replace("-", "_") for n in names)):
+            return ""
+        return "model.path=FOLDER, with the folder that save_pretrained of transformers wrote"
 
     def check(self, config: TrainConfig) -> None:
         super().check(config)

@@ -108,7 +108,10 @@ def test_an_output_that_is_no_logits_is_refused(monkeypatch):
     ("words", "said"),
     [
         (["model=efficientnet_b0"], "model=torchvision model.architecture=efficientnet_b0"),
-        (["model=timm/resnet10t"], "model=timm model.architecture=resnet10t"),
+        (["model=timm/resnet18"], "model=timm model.architecture=resnet18"),
+        (["model=gpt2"], "write model=huggingface model.path=FOLDER, "),
+        (["model=google-bert/bert-base-uncased"], "write model=huggingface model.path=FOLDER, "),
+        (["model=bert_tin"], "did you mean bert_tiny"),
         (["model=timm"], "set model.architecture=NAME"),
         (["model=torchvision", "model.architecture=alexnet", "model.image_size=0"], "at least 1"),
     ],
