@@ -141,6 +141,8 @@ def allows_one_value(meta: Mapping[str, Any]) -> bool:
 
 def range_in_words(bounds: Mapping[str, float]) -> str:
     """Return the bounds of an option as ``at least 0 and below 1``; nothing without bounds."""
+    if len(set(bounds.values())) == 1 < len(bounds):
+        return f"{next(iter(bounds.values())):.10g}"  # at least 28 and at most 28
     # Ten digits hold the largest bound, that of the seed.
     return " and ".join(f"{word} {bound:.10g}" for word, bound in bounds.items())
 
