@@ -282,6 +282,8 @@ def what_to_choose(word: str, choices: Sequence[str]) -> str:
 
 
 def _instead(group: str, word: str, choices: Sequence[str]) -> str:
+    if group == "data" and "/" in word:
+        return f"; a file or folder is data.root={word}. Choose one of {', '.join(choices)}"
     for name, found in every_option().items():
         is_of_group = name.startswith(f"{group}.") and not name.endswith(".name")
         if is_of_group and any(word in option.declared["choices"] for _, option in found):

@@ -82,7 +82,7 @@ def _check_known(config: ArchitectureConfig, name: str) -> None:
     near = difflib.get_close_matches(name, known, 5)
     raise UsageError(
         f"model.architecture={name}: {config.name} has no image classifier of this name"
-        + (f"; did you mean {', '.join(near)}?" if near else "")
+        + (f"; did you mean {', '.join(near)}?" if near else f". {_LISTS[config.name]} lists them")
     )
 
 
@@ -143,6 +143,10 @@ _LIBRARIES: Mapping[
     "timm": (_make_timm, _usual_side_of_timm),
 }
 """How each library makes an architecture, and the usual side of its images in pixels."""
+_LISTS = {
+    "torchvision": "torchvision.models.list_models(module=torchvision.models)",
+    "timm": "timm.list_models()",
+}
 
 
 def _prepare(

@@ -149,6 +149,8 @@ def _fit(config: Any, kind: str, num_classes: int) -> None:
 
 def _network(kind: str, config: Any) -> nn.Module:
     """Return the network with the fastest attention of torch that it supports."""
+    if type(config) not in _AUTO[kind]._model_mapping:
+        raise ValueError(f"transformers has no {kind} network of model_type {config.model_type}")
     make = partial(_AUTO[kind].from_config, config, trust_remote_code=False)
     # A config.json may name another attention, whose code would come from elsewhere.
     try:

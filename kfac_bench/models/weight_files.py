@@ -39,7 +39,10 @@ def read(path: Path, option: str = "model.weights") -> Mapping[str, Tensor]:
     except (pickle.UnpicklingError, EOFError) as error:
         raise UsageError(f"{option}={path}: it is damaged, or holds more than tensors") from error
     except Exception as error:  # of torch, or of a class that safetensors does not export
-        raise UsageError(f"{option}={path}: cannot be read ({first_line(error)[:100]})") from None
+        raise UsageError(
+            f"{option}={path}: cannot be read as a file of safetensors or torch.save "
+            f"({first_line(error)[:100]})"
+        ) from None
     return {str(name).removeprefix("module."): tensor for name, tensor in state.items()}
 
 

@@ -78,7 +78,7 @@ def test_auxiliary_classifiers_are_left_out():
         (lambda: timm_model("resnet18x"), "timm has no .* did you mean resnet18, "),
         (lambda: timm_model("hf-hub:timm/resnet18"), "timm has no image classifier of this name"),
         (lambda: torchvision_model("test_vit"), "it belongs to model=timm"),
-        (lambda: torchvision_model("fasterrcnn_resnet50_fpn"), "no image classifier"),
+        (lambda: torchvision_model("fasterrcnn_resnet50_fpn"), "list_models.* lists them"),
         (lambda: torchvision_model("alexnet", (5, 64, 64)), "1 or 3 channels, not 5"),
         (
             lambda: torchvision_model("inception_v3", (1, 8, 8)),
@@ -112,6 +112,7 @@ def test_an_output_that_is_no_logits_is_refused(monkeypatch):
         (["model=gpt2"], "write model=huggingface model.path=FOLDER, "),
         (["model=google-bert/bert-base-uncased"], "write model=huggingface model.path=FOLDER, "),
         (["model=bert_tin"], "did you mean bert_tiny"),
+        (["data=files/train.parquet"], "a file or folder is data.root=files/train.parquet"),
         (["model=timm"], "set model.architecture=NAME"),
         (["model=torchvision", "model.architecture=alexnet", "model.image_size=0"], "at least 1"),
     ],

@@ -109,6 +109,7 @@ def test_a_masked_network_has_a_plan(tmp_path, monkeypatch, capsys):
         ({}, {"shape": (1, 8, 8)}, r"reads text, but an example has the shape \[1, 8, 8\]"),
         ({}, {"shape": (65,)}, "fails on 65 tokens; try a smaller data.sequence_length"),
         ({"model_type": "none_such", "auto_map": {}}, {}, "cannot be built"),
+        ({"model_type": "vit"}, {}, "transformers has no causal network of model_type vit"),
         ({"quantization_config": {}}, {}, "networks with quantization_config cannot"),
         ({"architectures": 3}, {}, "not a configuration of transformers"),
     ],

@@ -126,6 +126,11 @@ def _open(root: Path, options: TableOptions) -> tuple[TableImages, TableImages, 
     schema = tables.columns(first)
     image = tables.choose(schema, options.image_column, IMAGE, "data.image_column", first)
     label = tables.choose(schema, options.label_column, LABEL, "data.label_column", first)
+    if image == label:
+        raise UsageError(
+            f"{first}: the column {image} is used for images and for labels. Set data.image_column "
+            "or data.label_column to another column"
+        )
     parts = [tables.Columns(splits[name], (image, label)) for name in (train, evaluation) if name]
     values = [_values(part, label) for part in parts]
     names = tables.class_names(schema, label) or _sorted_classes(values[0], label, root)

@@ -69,6 +69,13 @@ def test_one_split_gives_both_sets_and_other_columns_are_found(tmp_path):
     assert "evaluation 0.25 of the rows" in data.notes[0]
 
 
+def test_one_column_for_images_and_labels_is_refused(tmp_path):
+    root = write_hub(tmp_path / "d", train=pictures(0, 4), test=pictures(0, 4))
+    assert "column label is used for images and for labels" in refused(
+        lambda: load(root, image_column="label")
+    )
+
+
 def test_strings_are_sorted_classes_and_raw_bytes_are_images(tmp_path):
     table = pyarrow.table(
         {"image": [png(1), png(2), png(3)], "label": pyarrow.array(["b", "a", "b"])}
