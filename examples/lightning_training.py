@@ -24,6 +24,7 @@ class Digits(pl.LightningModule):
 
 
 digits = load_digits()
-data = TensorDataset(torch.tensor(digits.images).float(), torch.tensor(digits.target))
+images, labels = torch.tensor(digits.images).float(), torch.tensor(digits.target)
+data = TensorDataset(images[:1400], labels[:1400])  # the other images are for a test
 trainer = pl.Trainer(max_epochs=5, callbacks=[KFACCallback()])  # (1)
 trainer.fit(Digits(), DataLoader(data, batch_size=64, shuffle=True))

@@ -1,0 +1,83 @@
+"""The commands of docs/lab/first_commands.md, read from the page, run with and without K-FAC."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import first_commands
+from benchmarks.first_commands import Measured, measure
+from tests.support import ROOT
+from tests.support.configs import quick_load
+
+COMMANDS = {command.split()[1]: command for command in first_commands.commands()}
+TRAIN = {name: command for name, command in COMMANDS.items() if command.startswith("kfac-train")}
+MOVED = "python examples/moved_script.py"
+
+
+def test_the_page_has_a_command_for_each_library():
+    assert [*COMMANDS] == [
+        *("model=timm", "model=torchvision", "model=huggingface"),
+        *("examples/lightning_training.py", "examples/moved_script.py"),
+    ]
+    for command in TRAIN.values():
+        quick_load([*command.split()[1:], "kfac=none"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", TRAIN.values(), ids=TRAIN)
+def test_a_command_of_the_page_trains(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    first_commands.prepare()
+    short = re.sub(r"max_steps=\d+", "max_steps=3", command)
+    runs = [measure(short, 0, kfac=kfac) for kfac in (False, True)]
+    assert [run.curve.steps for run in runs] == [[0, 1, 2, 3]] * 2
+    assert runs[0].curve.metric[0] == runs[1].curve.metric[0], "the same weights"
+    assert runs[0].curve.metric[-1] != runs[1].curve.metric[-1]
+
+
+@pytest.mark.parametrize(
+    "script", [MOVED, pytest.param("python examples/lightning_training.py", marks=pytest.mark.slow)]
+)
+def test_a_script_of_the_page_learns_with_and_without_kfac(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = [measure(script, 0, kfac=kfac) for kfac in (False, True)]
+    for run in runs:
+        assert (run.optimizer, run.rate) == ("sgd", 0.1)
+        assert run.curve.metric[-1] < 15
+        assert len(run.curve.steps) == len(run.curve.seconds) == len(run.curve.metric)
+    assert runs[0].curve.metric != runs[1].curve.metric
+
+
+def test_the_moved_script_has_the_options_of_the_guide():
+    page = (ROOT / "docs/how-to/move_from_kfac_pytorch.md").read_text()
+    script = (ROOT / "examples/moved_script.py").read_text()
+    shown = dict(re.findall(r"^    (\w+)=(.*),$", page, re.MULTILINE))
+    assert shown == dict(re.findall(r'"(\w+)": ([^,}]+)', script))
+    assert len(shown) == 11
+
+
+def test_the_page_has_the_table_of_the_finished_runs():
+    table = [*first_commands.table(first_commands.read(first_commands.RESULTS))]
+    assert "\n".join(table) in first_commands.PAGE.read_text()
+    assert len(table) == 2 + len(COMMANDS)
+
+
+def test_a_finished_pair_does_not_run_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(first_commands, "prepare", lambda: None)
+    monkeypatch.setattr(first_commands, "commands", lambda: [MOVED])
+    seen = []
+
+    def train(command, seed, *, kfac):
+        seen.append((seed, kfac))
+        return Measured("sgd", 0.1, first_commands.Curve([0, 5], [0.0, 2.0], [90.0, 50.0 - kfac]))
+
+    monkeypatch.setattr(first_commands, "measure", train)
+    for seeds in ((0,), (0, 1)):
+        first_commands.run_missing(tmp_path / "r.jsonl", seeds)
+    assert seen == [(0, False), (0, True), (1, False), (1, True)]
+    assert len([*map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines())]) == 4
+    *_, row = first_commands.table(first_commands.read(tmp_path / "r.jsonl"))
+    assert row.startswith("| moved_script.py | sgd 0.1 | 50 (50 to 50) | 49 (49 to 49) |")
