@@ -60,8 +60,16 @@ def read(paths: Iterable[Path]) -> Comparison:
         nothing = UsageError("no runs to compare; give run directories or a folder of runs")
         raise next(iter(faults), nothing)
     settings = group(runs)
+    alone = len(settings) > 1 and len({s.task for s in settings}) == len(settings)
     left_out = [f"left out: {text}" for text in dict.fromkeys(plain(fault) for fault in faults)]
+    left_out += [UNLIKE] if alone else []
     return Comparison(settings, [row(s) for s in settings], notes(settings) + left_out)
+
+
+UNLIKE = (
+    "nothing is compared: no two settings have the same data, model, metric and target; "
+    "give runs that differ in the optimizer or in kfac.enabled"
+)
 
 
 def folder_of(path: Path) -> Path:

@@ -59,11 +59,13 @@ def html(
     tables: Sequence[Table] = (),
     folder: Path | None = None,
     verdict: str = "",
+    refresh_s: int | None = None,
 ) -> str:
     """Return the page of a comparison, with ``verdict`` and ``tables`` above its results.
 
     ``folder`` (resolved) is where the page will be: links to event files are relative to it.
-    Without a folder the page shows paths instead of links.
+    Without a folder the page shows paths instead of links. After ``refresh_s`` seconds a browser
+    loads the page again.
     """
     settings = comparison.settings
     environments = [_environment(run) for s in settings for run in s.runs]
@@ -78,6 +80,7 @@ def html(
         version=__version__,
         run_count=len(environments),
         has_target=has_target,
+        refresh_s=refresh_s,
         tables=[to_html_table(table) for table in tables],
         tasks=tasks,
         data=embed([task["chart"] for task in tasks]),
