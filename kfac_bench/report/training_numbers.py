@@ -53,13 +53,14 @@ def _means_ms(setting: Setting) -> dict[str, float]:
 
     The means of an event hold for the steps since the event before, so they weigh as many steps.
     """
-    steps, total_s = 0, defaultdict[str, float](float)
+    steps, total_s = 0.0, defaultdict[str, float](float)
     for run in setting.runs:
-        before, before_s = 0, 0.0
+        before, before_s = 0.0, 0.0
         for event in run.trained:
-            here, here_s = event.step - before, number(event.train_s) - before_s
-            before, before_s = event.step, before_s + here_s
-            if here <= 0 or not 0 < here_s < math.inf:
+            step, train_s = number(event.step), number(event.train_s)
+            here, here_s = step - before, train_s - before_s
+            before, before_s = step, train_s
+            if not (0 < here < math.inf and 0 < here_s < math.inf):
                 continue
             steps += here
             total_s[MODEL] += here_s
