@@ -102,5 +102,13 @@ def test_the_condition_is_that_of_the_damped_curvature(options, damping):
         assert found[spec.name] == pytest.approx(want, rel=0.05)
 
 
+def test_without_an_inverse_there_is_no_condition():
+    model = tiny_model()
+    kfac = kfac_of(model, method="identity", damping=None, trust_ratio=1.0)
+    F.cross_entropy(model(batch()[0]), batch()[1]).backward()
+    kfac.step()
+    assert kfac.conditions() == {}
+
+
 def eigenvalues(factor):
     return torch.linalg.eigvalsh(factor).clamp_min(0)

@@ -29,7 +29,7 @@ from kfac_bench.record.events import (
     Trained,
 )
 from kfac_bench.record.runs import flatten, plain
-from kfac_bench.record.sinks.panels import GROUPS, SECTIONS, STAGES, WORLD_SIZE
+from kfac_bench.record.sinks.panels import GROUPS, OPTIONS, SECTIONS, STAGES, WORLD_SIZE
 from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.record.sinks.wandb import WandbSink, wandb_id
 from kfac_bench.training import environment
@@ -142,7 +142,7 @@ def test_options_are_in_the_config_that_wandb_gets(tmp_path):
         for key in option.split("."):
             value = value[key]
     assert value == 1
-    assert set(GROUPS) <= flatten(asdict(compose.load([]))).keys()
+    assert {*GROUPS, *OPTIONS} <= flatten(asdict(compose.load([]))).keys()
     assert config["environment"]["hardware"] == environment.describe()["hardware"]
 
 

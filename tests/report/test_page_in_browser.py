@@ -146,13 +146,18 @@ def test_small_panels_follow_the_axis_and_the_legend(chromium: Browser, tmp_path
         file = write_run(tmp_path / "runs" / name, kfac=kfac) / "events.jsonl"
         events = [json.loads(line) for line in file.read_text().splitlines()]
         for i, event in enumerate(e for e in events if e["event"] == "Trained"):
-            event |= {"lr": 0.1 / (i + 1)} | ({"nu": 0.5 + i / 10} if kfac else {})
+            event |= {"lr": 0.1 / (i + 1)}
+            if kfac:
+                layers = {f"a.long.name.of.a.layer.{n}": 1 / (n + 1) for n in range(20)}
+                event |= {"nu": 0.5 + i / 10, "cosine": layers, "condition": layers}
+                event |= {"stage_mean_s": {"Decompose": 0.01, "ShareGradients": 0.02}}
         file.write_text("".join(json.dumps(event) + "\n" for event in events))
     page = show(chromium, tmp_path / "runs")
     small = "all('.small .frame')"
     last = "[...f.querySelectorAll('.tick[text-anchor=middle]')].at(-1).textContent"
     ticks = f"{small}.map(f => {last})"
-    assert page.run("text('.small .axis')") == ["learning rate", "nu"]
+    assert page.run("text('.small .axis')") == ["learning rate", "nu"]  # others do not change
+    assert page.run("all('.h5').length") > 0
     assert page.run(f"{small}.map(f => f.querySelectorAll('path.line[d]').length)") == [2, 1]
     assert page.run(ticks) == ["2", "2"]
     before = page.run("paths()")
@@ -165,6 +170,8 @@ def test_small_panels_follow_the_axis_and_the_legend(chromium: Browser, tmp_path
     assert page.run(f"{small}.map(f => f.querySelector('button').disabled)") == [False, True]
     page.run(f"{small}[0].querySelector('button').click(); button('validation accuracy').click()")
     assert page.run("paths()") == before
+    page.look(400, 900, "dark")
+    assert page.run("document.documentElement.scrollWidth") == 400
     assert page.complaints() == []
 
 

@@ -9,12 +9,14 @@ its patterns.
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["line", "area", "bar", "scatter", "media", "text"]
+Kind = Literal["line", "area", "bar", "scatter", "options", "media"]
 
 WORLD_SIZE = "environment.world_size"
 """Key of the number of ranks in W&B's config of a run."""
 GROUPS = ("model.name", "optimizer.name", "kfac.enabled")
 """Options by which runs are grouped. The seeds of a setting are one line with its range."""
+OPTIONS = ("optimizer.name", "optimizer.lr", "kfac.enabled", "kfac.damping", "kfac.update_freq")
+"""Options of a panel that has a line for each run through its options and its result."""
 STAGES = {
     "statistics": ("ComputeFactor", "ComputeSecondMoment"),
     "decompositions": ("Decompose",),
@@ -37,7 +39,7 @@ class Chart:
     """One panel.
 
     A line or an area is drawn over ``x``. A bar shows a run's last value. A scatter plot has the
-    option ``x`` and one key.
+    option ``x`` and one key. The kind ``options`` has :data:`OPTIONS` and one key.
     """
 
     title: str
@@ -91,6 +93,7 @@ SECTIONS = (
             Chart("seconds to target", "bar", ("target/time_to_target_s",), unit="s"),
             Chart("steps to target", "bar", ("target/steps_to_target",), unit="steps"),
             Chart("metric when the target was met", "bar", ("target/value",)),
+            Chart("options and seconds to target", "options", ("target/time_to_target_s",)),
         ),
     ),
     ChartSection(
