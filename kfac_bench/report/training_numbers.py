@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from kfac_bench.output import duration_text, size_text
 from kfac_bench.record.runs import Run, Setting, number, plain, target
-from kfac_bench.record.score import final_metric, median_run
+from kfac_bench.record.score import HUGE, final_metric, median_run
 from kfac_bench.record.sinks.panels import STAGES
 from kfac_bench.report.comparison import equal_work
 from kfac_bench.report.page_parts import HtmlCell, HtmlTable, cell
@@ -60,14 +60,14 @@ def _means_ms(setting: Setting) -> dict[str, float]:
             step, train_s = number(event.step), number(event.train_s)
             here, here_s = step - before, train_s - before_s
             before, before_s = step, train_s
-            if not (0 < here < math.inf and 0 < here_s < math.inf):
+            if not (0 < here < HUGE and 0 < here_s < HUGE):
                 continue
             steps += here
             total_s[MODEL] += here_s
             share = number(event.data_wait_share)
             parts = {WAITING: here_s * share if 0 <= share <= 1 else 0.0}
             for op, mean_s in event.stage_mean_s.items():
-                if 0 < number(mean_s) < math.inf:
+                if 0 < number(mean_s) < HUGE:
                     stage = _STAGE_OF.get(op, OTHER)
                     parts[stage] = parts.get(stage, 0.0) + here * mean_s
             for part, seconds in parts.items():
@@ -117,14 +117,12 @@ def _median(values: Iterable[float]) -> float:
 
 
 def _train_s(run: Run) -> float:
-    return max(
-        (number(e.train_s) for e in run.events if math.isfinite(e.train_s)), default=math.nan
-    )
+    return max((number(e.train_s) for e in run.events if abs(e.train_s) < HUGE), default=math.nan)
 
 
 def _memory_bytes(run: Run) -> float:
     values = [number(event.peak_memory_bytes) for event in run.trained]
-    return max((x for x in values if 0 < x < math.inf), default=math.nan)
+    return max((x for x in values if 0 < x < HUGE), default=math.nan)
 
 
 MOST_LAYERS, AT_AN_END, MOST_CELLS, LEVELS = 12, 3, 24, 6
@@ -184,7 +182,7 @@ def _by_layer(rows: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
     found = defaultdict[str, list[float]](list)
     for row in rows:
         for name, value in row.items():
-            if math.isfinite(value):
+            if abs(value) < HUGE:
                 found[name].append(value)
     return dict(found)
 

@@ -10,6 +10,7 @@ import pytest
 
 from kfac_bench import report
 from kfac_bench.record.events import Trained
+from kfac_bench.record.score import HUGE
 from kfac_bench.report.training_numbers import (
     condition_text,
     layer_tables,
@@ -120,6 +121,21 @@ def test_layers_show_cosines_over_the_steps_and_conditions(folder: Path) -> None
     assert "8 of 21 layers" not in page
     assert "9 of 21 layers" in page
     assert EVIL not in page
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, math.inf, math.nan, 5e-324, -1.0])
+def test_numbers_beyond_all_limits_are_left_out(tmp_path: Path, value: float) -> None:
+    run = write_run(tmp_path / "a", kfac=True)
+    names = ("loss", "lr", "nu", "damping", "data_wait_share", "step_mean_s", "peak_memory_bytes")
+    layers, stages = {"a": value, "b": 0.5}, {"Decompose": value, "WriteBack": value}
+    many = dict.fromkeys(names, value) | {"cosine": layers, "condition": layers}
+    for step in (31, 32):
+        add(run, step, 3.0, **many, stage_mean_s=stages)
+    add(run, 33, value)
+    found = report.compare([run])
+    assert "0.50" in report.html(found)
+    (table,) = layer_tables(found.settings)
+    assert [row.name for row in table.rows] == (["b"] if not abs(value) < HUGE else ["a", "b"])
 
 
 def test_numbers_have_no_exponent_for_people() -> None:
