@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import inspect
 import json
 import re
 import shlex
@@ -12,10 +13,13 @@ import pytest
 import torch
 import yaml
 
+from kfac_bench import KFAC
 from kfac_bench.cli.bench_command import build_parser as bench_parser
 from kfac_bench.cli.data_command import build_parser as data_parser
 from kfac_bench.cli.plan_command import plan_parser
 from kfac_bench.config import compose, option_help
+from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS
+from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from kfac_bench.record import events
 from scripts import docs_site
 from tests.support import ROOT
@@ -35,7 +39,7 @@ LAB = "lab/"
 MOST_WORDS = 1500
 
 RUNS = {
-    "how-to/preconditioner.md": 8,
+    "how-to/preconditioner.md": 7,
     "how-to/backward_passes.md": 1,
     "how-to/fine_tune.md": 3,
     "how-to/schedulers_ema_checkpoints.md": 2,
@@ -287,6 +291,36 @@ def test_the_page_of_versions_has_every_requirement():
         assert all(f"`{requirement}`" in row for requirement in listed)
     assert all(f"`{requirement}`" in page for requirement in project["dependencies"])
     assert f"| Python | {project['requires-python'].removeprefix('>=')} or newer |" in page
+
+
+def defaults_of(*functions):
+    """Return the keywords of functions with their defaults, as text."""
+    found = {}
+    for function in functions:
+        for name, each in inspect.signature(function).parameters.items():
+            found[name] = str(each.default).removeprefix("torch.")
+    return found
+
+
+def test_the_page_of_other_optimizers_has_our_options_and_defaults():
+    tables = re.findall(
+        r"\| `(KFAC|eigen_adam)` \| default \|\n.*\n((?:\|.*\n)+)", PAGES["how-to/coming_from.md"]
+    )
+    with_eigen_adam = {name: str(value) for name, value in KFAC_DEFAULTS.items()}
+    options = {
+        "KFAC": defaults_of(KFAC),
+        "eigen_adam": defaults_of(KFAC, EigenAdam) | with_eigen_adam,
+    }
+    assert [name for name, _ in tables] == ["KFAC", "KFAC", "eigen_adam", "eigen_adam"]
+    for function, rows in tables:
+        for row in rows.splitlines():
+            *_, ours, default = row.strip("|").split(" | ")
+            names = re.findall(r"`(\w+)(?:=[^`]*)?`", ours)
+            assert names or ours.startswith("none"), row
+            assert set(names) <= options[function].keys(), row
+            told = re.match(r"[^:|]*", default)[0].strip().replace('"', "'")
+            real = options[function][names[0]] if told else ""
+            assert told.strip("'") == real, row
 
 
 def test_the_page_about_problems_shows_the_example():
