@@ -32,6 +32,7 @@ def compare(
     tables: Sequence[Table] = (),
     title: str = TITLE,
     verdict: str = "",
+    refresh_s: int | None = None,
 ) -> Comparison:
     """Read the runs and write their page.
 
@@ -41,6 +42,7 @@ def compare(
         tables: Tables to show on the page above the results of the runs.
         title: The title of the page.
         verdict: Lines of text that the page shows first.
+        refresh_s: Seconds after which a browser loads the page again; None: never.
 
     Raises:
         UsageError: A path does not exist, no run can be read, or the page cannot be written.
@@ -48,5 +50,5 @@ def compare(
     folder = None if html_path is None else folder_of(html_path)
     comparison = read(paths)
     if html_path is not None:
-        write_text(html_path, html(comparison, title, tables, folder, verdict))
+        write_text(html_path, html(comparison, title, tables, folder, verdict, refresh_s))
     return comparison
