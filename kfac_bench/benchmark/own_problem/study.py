@@ -24,7 +24,7 @@ from kfac_bench.benchmark.own_problem.study_plan import (
     StudyFolder,
     StudyPlan,
 )
-from kfac_bench.benchmark.own_problem.verdict import LEAST_SEEDS
+from kfac_bench.benchmark.own_problem.try_result import LEAST_SEEDS
 from kfac_bench.benchmark.trials import TrialResult, TrialRunner, take_turns
 from kfac_bench.config.command_options import path_word
 
