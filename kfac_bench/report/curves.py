@@ -27,6 +27,7 @@ from kfac_bench.report.figure_style import (
     INK,
     Style,
     our_look,
+    say_cut,
     style_of,
     to_svg,
     use_log_heights,
@@ -134,6 +135,7 @@ def _draw(axes: Axes, settings: Sequence[Setting], panel: Panel, drawn: dict[str
     shown = [y for y in heights if (y >= worst if better_up else y <= worst)]
     if len(shown) < len(heights):
         _fit(axes, min(shown + goals), max(shown + goals))
+    say_cut(axes)
 
 
 def _fit(axes: Axes, low: float, high: float) -> None:
