@@ -124,7 +124,7 @@ def test_the_finding(tmp_path: Path, kfac_s: float | None, sgd_s: float | None, 
     write_run(tmp_path / "slow", optimizer="adam", seconds=None if sgd_s is None else 9.0)
     settings = report.compare([tmp_path]).settings
     assert finding(settings) == words
-    assert words in " ".join(
+    assert f"digits resnet8: {words}" in " ".join(
         " ".join(ET.fromstring(report.figure_svg(settings)).itertext()).split()
     )
     assert f'<p class="finding">{words}</p>' in report.html(report.compare([tmp_path]))
