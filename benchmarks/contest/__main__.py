@@ -16,6 +16,7 @@ from kfac_bench.benchmark.performance_profile import profile_svg
 from kfac_bench.benchmark.schema import Benchmark
 from kfac_bench.cli import suite_command, tune_command
 from kfac_bench.cli.entry import Parser, command_line, exit_with, say_next
+from kfac_bench.errors import UsageError
 from kfac_bench.output import say
 from kfac_bench.whole_files import around_marks, write_text
 
@@ -99,6 +100,11 @@ def _self_tune(options: argparse.Namespace) -> int:
 def _packed(name: str, results: Path) -> ContestResult:
     """Return the packed runs of a benchmark's table."""
     benchmark = schema.load(name)
+    if benchmark.axes.keys() != {"task", "optimizer"}:
+        raise UsageError(
+            f"{benchmark.title!r} has the axes {', '.join(benchmark.axes)}; these tables need the "
+            "axes task and optimizer. kfac-bench report makes other tables"
+        )
     return contest_tables.load(benchmark, ResultStore(results, name, "table", tasks_of(benchmark)))
 
 

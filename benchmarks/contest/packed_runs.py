@@ -28,6 +28,7 @@ from kfac_bench.record.events import (
     RunEnded,
     RunStarted,
     TargetReached,
+    Trained,
     checked,
     event_of,
 )
@@ -69,10 +70,11 @@ class PackedRun:
         return self.kind, self.optimizer, self.seed, own
 
 
-def pack(events: Sequence[Event]) -> tuple[Event, ...]:
+def pack(events: Sequence[Event], *, whole_curve: bool = False) -> tuple[Event, ...]:
     """Return the events that results need, with a thinned curve and without private details.
 
-    Times of the target and of the end, steps and the target's value stay exact.
+    Times of the target and of the end, steps and the target's value stay exact. ``whole_curve``
+    keeps every evaluation, and the two training events that give the time of a step.
     """
     kept: list[Event] = []
     evaluations: list[Evaluated] = []
@@ -85,8 +87,12 @@ def pack(events: Sequence[Event]) -> tuple[Event, ...]:
             kept.append(replace(event, reason=event.reason[:200]))
         elif isinstance(event, Evaluated):
             evaluations.append(event)
+    if whole_curve:
+        trained = [event for event in events if isinstance(event, Trained)]
+        ends = trained[:1] + trained[1:][-1:]
+        kept += [replace(event, cosine={}, stage_s={}, stage_mean_s={}) for event in ends]
     if started is not None:
-        kept += _thinned(evaluations, started)
+        kept += _thinned(evaluations, started, len(evaluations) if whole_curve else CURVE)
     # A later start may have had an easier target, so not always the first event counts.
     kept += [event for event in events if isinstance(event, TargetReached)]
     ended = [event for event in events if isinstance(event, RunEnded)]
@@ -123,14 +129,14 @@ def _without_details(started: RunStarted) -> RunStarted:
     return replace(started, config=config, environment=environment, payload_bytes={})
 
 
-def _thinned(evaluations: Sequence[Evaluated], started: RunStarted) -> list[Event]:
+def _thinned(evaluations: Sequence[Evaluated], started: RunStarted, count: int) -> list[Event]:
     """Return the first, the best and the last evaluation, and others at equal distances."""
     values = [e.metrics.get(started.metric, math.nan) for e in evaluations]
     known = [i for i, value in enumerate(values) if not math.isnan(value)]
     sign = -1 if started.higher_is_better else 1
     chosen = {min(known, key=lambda i: sign * values[i])} if known else set()
     last = len(evaluations) - 1
-    chosen |= {round(i * last / (CURVE - 1)) for i in range(CURVE)} if evaluations else set()
+    chosen |= {round(i * last / max(1, count - 1)) for i in range(count)} if evaluations else set()
     return [
         replace(
             evaluations[i],

@@ -109,7 +109,8 @@ class Sitting(WorkSession):
         failed = run_end.failure(folder)
         reason = "" if failed is None else failed.reason
         events = read(folder) if (folder / EVENTS_FILE).exists() else []
-        kept = [r for r in self.store.runs(point["task"], kind) if r.name == folder.name]
+        task, optimizer = _place(point)
+        kept = [r for r in self.store.runs(task, kind) if r.name == folder.name]
         # A failed run may have been run again.
         if any((run.failure, _end(run.events)) == (reason, _end(events)) for run in kept):
             return
@@ -117,13 +118,13 @@ class Sitting(WorkSession):
             PackedRun(
                 folder.name,
                 kind,
-                point["task"],
-                point["optimizer"],
+                task,
+                optimizer,
                 seed,
                 self.name,
                 f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}",
                 settings or {},
-                pack(events),
+                pack(events, whole_curve=task == ALL),
                 reason,
             )
         )
@@ -142,18 +143,18 @@ class Sitting(WorkSession):
         return next(found, self.name)
 
 
-def tasks_of(benchmark: Benchmark) -> Sequence[str]:
-    """Return the tasks of a benchmark whose runs a store can hold.
+ALL = "all"
+"""The task of a benchmark that has no axis ``task``."""
 
-    Raises:
-        UsageError: The benchmark does not compare optimizers over tasks.
-    """
-    if benchmark.axes.keys() != {"task", "optimizer"}:
-        raise UsageError(
-            f"{benchmark.title!r} has the axes {', '.join(benchmark.axes)}; results are kept of "
-            "benchmarks with the axes task and optimizer"
-        )
-    return benchmark.axes["task"]
+
+def tasks_of(benchmark: Benchmark) -> Sequence[str]:
+    """Return the tasks of a benchmark. Each has a file of packed runs."""
+    return benchmark.axes.get("task", [ALL])
+
+
+def _place(point: Mapping[str, str]) -> tuple[str, str]:
+    """Return the task of a point, and its values on all other axes."""
+    return point.get("task", ALL), " ".join(v for axis, v in point.items() if axis != "task")
 
 
 def _end(events: Sequence[Event]) -> tuple[str, int, str] | None:

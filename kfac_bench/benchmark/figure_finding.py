@@ -24,7 +24,7 @@ KINDS = ("measured", "computed", "published")
 def heights(line: Line) -> Iterator[tuple[str, float]]:
     """Yield the kind and the height of each bar of the line."""
     if line.measured is not None:
-        yield "measured", line.measured.median
+        yield "measured", line.measured.value
     if line.computed is not None:
         yield "computed", line.computed
     if isinstance(line.published, float):

@@ -16,7 +16,7 @@ from kfac_bench.benchmark.measures import (
 )
 from kfac_bench.benchmark.schema import Benchmark, Quantity
 from kfac_bench.record.runs import Run
-from kfac_bench.record.score import bootstrap_median
+from kfac_bench.record.score import bootstrap_median, mean_with_interval
 
 GridPoint = Mapping[str, str]
 """Axis to value."""
@@ -44,9 +44,13 @@ LEAST = "least"
 
 @dataclass(frozen=True)
 class Measured:
-    """The median over seeds with its 95 % interval. A miss is infinite and is not left out."""
+    """A number over seeds with its 95 % interval. A miss is infinite and is not left out.
 
-    median: float
+    The number is the mean with its t interval for a difference of two points, if no seed missed.
+    Otherwise it is the median, with the interval of a bootstrap.
+    """
+
+    value: float
     low: float
     high: float
     seeds: int
@@ -78,7 +82,7 @@ class Line:
     @property
     def ours(self) -> float | None:
         """The measured number, or else the computed number."""
-        return self.computed if self.measured is None else self.measured.median
+        return self.computed if self.measured is None else self.measured.value
 
 
 @dataclass
@@ -213,7 +217,9 @@ class _Values:
             return None
         missed = sum(math.isinf(value) for value in numbers)
         bounds = sum(self._is_bound(name, point, seed) for seed in each if each[seed] is not None)
-        return Measured(*bootstrap_median(numbers), len(numbers), missed, bounds)
+        is_mean = self._quantities[name].how == "difference" and not missed
+        interval = mean_with_interval(numbers) if is_mean else bootstrap_median(numbers)
+        return Measured(*interval, len(numbers), missed, bounds)
 
     def _is_bound(self, name: str, point: GridPoint, seed: int) -> bool:
         """Return whether the number of this seed is a ratio to seconds of a run that missed."""

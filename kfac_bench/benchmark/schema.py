@@ -36,6 +36,10 @@ class Claim:
 
     text: str = MISSING
     checks: list[Check] = field(default_factory=list)
+    name: str = ""
+    """A short name for the table of numbers; empty: the text."""
+    goal: bool = False
+    """True for a goal of this repository, which no paper claims."""
     not_testable: str = ""
     """The reason why this table cannot test the claim; empty if it can."""
 

@@ -8,6 +8,7 @@ from kfac_bench import report
 from kfac_bench.benchmark import figure, result_tables, schema, suite
 from kfac_bench.benchmark.result import Line
 from kfac_bench.benchmark.suite import Attempt, BenchmarkRow
+from kfac_bench.benchmark.verdicts import verdict_tables
 from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import group
 from kfac_bench.report import curves
@@ -25,8 +26,8 @@ class RowReport:
     row: BenchmarkRow
     lines: Sequence[Line]
     tables: Sequence[Table]
-    verdicts: Table | None
-    """The verdicts on the row's claims; None: it has no claims."""
+    verdicts: Sequence[Table]
+    """The verdicts on the row's claims, and their numbers; empty: it has no claims."""
     runs: Sequence[Path]
     """The event files of the runs that trained."""
     files: Sequence[Path]
@@ -40,7 +41,7 @@ def write(row: BenchmarkRow) -> RowReport:
     found = suite.attempts(row)
     suite.refuse_new(row, found)
     lines = suite.results(row, found)
-    verdicts = result_tables.verdicts([row])
+    verdicts = verdict_tables([row])
     tables = _tables(row, lines, found, verdicts)
     stem = row.folder / (row.profile or "report")
     drawn = figure.svg(row.benchmark, lines, row.sized.ran)
@@ -70,15 +71,15 @@ def _page(path: Path, runs: Sequence[Path], tables: Sequence[Table], title: str)
 
 
 def _tables(
-    row: BenchmarkRow, lines: Sequence[Line], found: Sequence[Attempt], verdicts: Table | None
+    row: BenchmarkRow, lines: Sequence[Line], found: Sequence[Attempt], verdicts: Sequence[Table]
 ) -> list[Table]:
     parts = [note for part in row.benchmark.computed for note in part.notes]
     notes = [*row.sized.notes, *parts, *row.benchmark.notes]
     tables = [result_tables.compared(row.benchmark, lines, notes, row.sized.ran)]
     in_shape = result_tables.matrix(row.benchmark, lines)
     meant = result_tables.stands_for(row.benchmark, row.sized, row.overrides)
-    more = [table for table in (verdicts, in_shape, meant) if table is not None]
-    return [*tables, *more, result_tables.attempts_table(found, row.folder)]
+    more = [table for table in (in_shape, meant) if table is not None]
+    return [*tables, *verdicts, *more, result_tables.attempts_table(found, row.folder)]
 
 
 def _markdown(
@@ -98,7 +99,7 @@ def _markdown(
 def write_all(
     written: Sequence[RowReport],
     into_document: Path | None,
-    verdicts: Table | None = None,
+    verdicts: Sequence[Table] = (),
     profile: str = "",
 ) -> list[Path]:
     """Write the results of all rows to ``runs/all/PROFILE.md`` and ``.html``; return the files.
@@ -110,19 +111,15 @@ def write_all(
         verdicts: The verdicts on claims, which come first. Claims that were not run have one, too.
         profile: The size of the rows.
     """
-    if not written and verdicts is None:
+    if not written and not verdicts:
         raise UsageError("no row was run yet; start with kfac-bench run all")
-    text = summary(written)
-    if verdicts is not None:
-        text = "\n".join([verdicts.markdown(), text])
+    text = "\n".join([*(table.markdown() for table in verdicts), summary(written)])
     folder, stem = Path("runs/all"), profile or "report"
     files = [folder / f"{stem}.md"]
     write_text(files[0], text, make_folder=True)
     runs = [path for each in written for path in each.runs]
     files.append(folder / f"{stem}.html")
-    tables = [each.tables[0] for each in written]
-    if verdicts is not None:
-        tables = [verdicts, *tables]
+    tables = [*verdicts, *(each.tables[0] for each in written)]
     _page(files[-1], runs, tables, f"Tables and figures of the papers, profile {stem}")
     if into_document is not None:
         files += into(into_document, written, verdicts, profile)
@@ -168,14 +165,14 @@ def begin_mark(profile: str) -> str:
 
 
 def into(
-    document: Path, written: Sequence[RowReport], verdicts: Table | None, profile: str
+    document: Path, written: Sequence[RowReport], verdicts: Sequence[Table], profile: str
 ) -> list[Path]:
     """List the rows between the document's two marks, and write a page of tables for each row.
 
     Args:
         document: A Markdown file with the lines of :func:`begin_mark` and :data:`END`.
         written: The rows. Their pages are ``results/PROFILE/ROW.md`` beside the document.
-        verdicts: The verdicts on claims, which stand over the list; None: there are no claims.
+        verdicts: The verdicts on claims, which stand over the list.
         profile: The size of the rows.
 
     Returns:
@@ -196,7 +193,7 @@ def into(
         write_text(document.parent / page, _short(each, title), make_folder=True)
         pages.append(document.parent / page)
         rows.append([Link(name, page.as_posix()), each.row.benchmark.title])
-    tables = [] if verdicts is None else [verdicts]
+    tables = [*verdicts]
     tables += [Table("Pages of tables", ["page", "table or figure"], rows)] if rows else []
     text = "\n".join(table.markdown() for table in tables)
     write_text(document, f"{before}{begin_line}\n\n{text}\n{END}{after}")

@@ -26,12 +26,24 @@ def add_compare(commands: argparse._SubParsersAction[Parser]) -> None:
     command = commands.add_parser("compare", help="compare runs in a table, a figure and a page")
     command.add_argument("runs", nargs="+", type=Path, help="run directories, or folders of them")
     command.add_argument("--html", type=Path, help="write a self-contained page to this file")
+    command.add_argument(
+        "--watch",
+        action="store_true",
+        help="write the page of --html again while runs go on, until all have ended",
+    )
     command.add_argument("--svg", type=Path, help="write the figure to this file")
     command.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     command.set_defaults(run_command=_compare)
 
 
 def _compare(options: argparse.Namespace) -> int:
+    if options.watch:
+        if options.html is None:
+            raise UsageError("--watch writes a page again and again: add --html report.html")
+        refuse_missing(options.runs)
+        from kfac_bench.report.watch import watch
+
+        watch(options.runs, options.html, say)
     code = compare(options.runs, options.html, options.svg, options.markdown)
     words = options.runs
     if options.markdown:

@@ -289,15 +289,16 @@ def _report_row(row: BenchmarkRow, *, brief: bool = False) -> RowReport | None:
     written = write_reports.write(row)
     if not brief:
         _show(written.tables[0])
-        if written.verdicts is not None:
-            say(written.verdicts.markdown())
+        for table in written.verdicts:
+            say(table.markdown())
     for file in written.files:
         say(f"{file.suffix[1:]}: {file}")
     return written
 
 
 def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
-    from kfac_bench.benchmark import result_tables, write_reports
+    from kfac_bench.benchmark import write_reports
+    from kfac_bench.benchmark.verdicts import verdict_tables
 
     written = []
     for row in rows:
@@ -305,9 +306,9 @@ def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
             written.append(write_reports.write(row))
         except UsageError as error:
             say(str(error))
-    verdicts = result_tables.verdicts(rows)
-    if verdicts is not None:
-        say(verdicts.markdown())
+    verdicts = verdict_tables(rows)
+    for table in verdicts:
+        say(table.markdown())
     for file in write_reports.write_all(written, into, verdicts, rows[0].profile):
         say(f"all: {file}")
 

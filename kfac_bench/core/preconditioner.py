@@ -454,6 +454,26 @@ class KFAC:
         """
         return self._write_back.statistics() | {"stage_s": self.stage_s}
 
+    def conditions(self) -> dict[str, float]:
+        """Return the condition number of the damped curvature of each layer.
+
+        This is the largest eigenvalue of what K-FAC inverts, divided by the smallest one: 1 means
+        that K-FAC scales all directions equally. With ``method="inverse"`` it is estimated by the
+        power method, usually a little too small. The call waits for the device.
+
+        Returns:
+            The condition number by layer, for layers whose decompositions this rank keeps. Empty
+            if there is no new decomposition since the last call, and for ``eigen_adam`` and
+            ``identity``, which invert nothing.
+        """
+        specs = [layer.spec for layer in self._layers]
+        return self._executor.solver.conditions(specs, self.damping)
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The names of the covered layers, equal on all ranks."""
+        return [layer.name for layer in self._layers]
+
     @property
     def stage_s(self) -> dict[str, float]:
         """Seconds of the last step on this rank, by kind of op; reading it waits for no device."""

@@ -1,1 +1,1 @@
-"""The W&B dashboard as code: what is on it (:mod:`.content`), how W&B gets it (:mod:`.views`)."""
+"""The W&B dashboard as code: W&B gets the panels of runs (:mod:`.views`) and old runs."""

@@ -11,9 +11,9 @@ from typing import Any
 
 from kfac_bench.benchmark import scaling
 from kfac_bench.config.compose import default_project
-from kfac_bench.dashboard.content import GROUPS, SECTIONS, Chart, ChartSection
 from kfac_bench.errors import MissingPackageError, UsageError, one_line
 from kfac_bench.record.runs import Run, last_option, plain
+from kfac_bench.record.sinks.panels import GROUPS, OPTIONS, SECTIONS, Chart, ChartSection
 from kfac_bench.report import COLUMNS, Comparison, cells, compare
 from kfac_bench.report.tables import Table
 
@@ -257,6 +257,14 @@ def _panel(chart: Chart, place: tuple[int, int]) -> Any:
                 title=chart.title,
                 x=wr.Config(chart.x),
                 y=wr.SummaryMetric(chart.keys[0]),
+                layout=layout,
+            )
+        case "options":
+            names = [wr.Config(name) for name in OPTIONS]
+            columns = [*names, wr.SummaryMetric(chart.keys[0])]
+            return wr.ParallelCoordinatesPlot(
+                title=chart.title,
+                columns=[wr.ParallelCoordinatesPlotColumn(metric=each) for each in columns],
                 layout=layout,
             )
         case "media":

@@ -119,13 +119,16 @@ class Trained(Event):
     of this step. ``lr`` is the learning rate of this step, of the optimizer's first group.
     ``examples_per_s`` counts the examples of all ranks. It and ``data_wait_share`` cover the time
     since the previous event of this kind; ``data_wait_share`` is the share of the training seconds
-    that the slowest rank waited for batches. ``peak_memory_bytes`` is the maximum over the ranks
-    since their processes started: torch's allocations on a GPU, the resident set on a CPU.
+    that the slowest rank waited for batches. ``step_mean_s`` is the mean of the training seconds of
+    a step since then, on rank 0. ``peak_memory_bytes`` is the maximum over the ranks since their
+    processes started: torch's allocations on a GPU, the resident set on a CPU.
 
     The other fields are about K-FAC and empty without it:
 
     * ``nu``: the factor by which the limits of the step shrank it (nu of eq. 16).
     * ``cosine``: the cosine between gradient and preconditioned gradient, by layer.
+    * ``condition``: by layer, the largest eigenvalue of the damped curvature that K-FAC inverts,
+      divided by the smallest one. Only the first event after new decompositions has it.
     * ``stage_s``: seconds of each K-FAC stage in this step.
     * ``stage_mean_s``: means over all ranks and all steps since the previous event.
     * ``damping``: the damping of the next step.
@@ -146,6 +149,8 @@ class Trained(Event):
     data_wait_share: float | None = None
     stage_mean_s: Mapping[str, float] = field(default_factory=dict)
     peak_memory_bytes: float | None = None
+    condition: Mapping[str, float] = field(default_factory=dict)
+    step_mean_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,26 @@ def spread(values: Iterable[float]) -> Spread:
     return Spread(statistics.median(ordered), ordered[0], ordered[-1])
 
 
+def mean_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean and the ends of its 95 % t interval: (mean, low, high).
+
+    One value has no interval: both ends are the value.
+
+    Raises:
+        ValueError: There are no values, or one is not finite.
+    """
+    from scipy.special import stdtrit  # slow to import, and few commands need it
+
+    numbers = np.array(values, dtype=np.float64)
+    if not len(numbers) or not np.isfinite(numbers).all():
+        raise ValueError(f"a mean needs one finite number or more: {list(values)}")
+    mean, count = float(numbers.mean()), len(numbers)
+    if count == 1:
+        return mean, mean, mean
+    half = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2) * numbers.std(ddof=1) / math.sqrt(count))
+    return mean, mean - half, mean + half
+
+
 def bootstrap_median(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the median and the ends of its 95 % interval: (median, low, high).
 

@@ -33,6 +33,7 @@ def compare(
     tables: Sequence[Table] = (),
     title: str = TITLE,
     verdict: VerdictPage | None = None,
+    refresh_s: int | None = None,
 ) -> Comparison:
     """Read the runs and write their page.
 
@@ -42,6 +43,7 @@ def compare(
         tables: Tables to show on the page above the results of the runs, or below a verdict.
         title: The title of the page.
         verdict: The verdict that the page shows first.
+        refresh_s: Seconds after which a browser loads the page again; None: never.
 
     Raises:
         UsageError: A path does not exist, no run can be read, or the page cannot be written.
@@ -49,5 +51,5 @@ def compare(
     folder = None if html_path is None else folder_of(html_path)
     comparison = read(paths)
     if html_path is not None:
-        write_text(html_path, html(comparison, title, tables, folder, verdict))
+        write_text(html_path, html(comparison, title, tables, folder, verdict, refresh_s))
     return comparison

@@ -1,4 +1,6 @@
-// The curves of one task as SVG, with switches for both axes and a legend that hides settings.
+// The curves of one task as SVG, with switches for both axes and a legend that hides settings. The
+// large plot shows the metric or the loss. Each small plot shows one quantity, its `panel`. The
+// switches of the x axis and the legend are for all plots of the task.
 // Names come from event files and are not trusted, so they are set as text and never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -13,38 +15,45 @@ function shape(name, attributes, text = "") {
 }
 
 class Chart {
-  constructor(root, task) {
+  constructor(root, frame, task) {
     this.task = task;
     this.root = root;
-    this.plot = root.querySelector(".plot");
-    this.curves = task.settings.flatMap((setting) =>
-      [...setting.runs].sort((a, b) => b.median - a.median).map((run) => ({ setting, run })));
+    this.frame = frame;
+    this.panel = frame.dataset.panel;
+    this.hidden = new Set();  // indices of the settings that the legend hides
+    this.plot = frame.querySelector(".plot");
+    this.curves = task.settings.flatMap((setting, index) =>
+      [...setting.runs].sort((a, b) => b.median - a.median).map((run) => ({ setting, index, run })));
     const values = (y) => this.curves.flatMap(({ run }) => run[y][Y]);
     const positive = (y) => values(y).every((value) => fits(value, true));
     this.empty = { metric: !values("metric").length, loss: !values("loss").length };
     this.x = "seconds";
-    this.y = this.empty.metric && !this.empty.loss ? "loss" : "metric";
+    this.y = this.panel ?? (this.empty.metric && !this.empty.loss ? "loss" : "metric");
     // Losses and errors fall by factors. A share such as accuracy does not.
     this.log = { metric: positive("metric") && !task.higherIsBetter, loss: positive("loss") };
+    if (this.panel) this.log[this.panel] = positive(this.panel) && !task.linear.includes(this.panel);
     this.zoom = { x: null, y: null };  // [low, high] of an axis; null: its usual range
     this.everything = false;  // whether the usual range includes values that hasRoom() leaves out
     this.hits = [];  // per curve on the plot: its line, and the pixels of its points
-    this.cursor = new Cursor(this, root.querySelector(".tip"));
+    this.cursor = new Cursor(this, frame.querySelector(".tip"));
     root.addEventListener("click", (event) => {
       const button = event.target.closest("button");
-      if (button) this.press(button.dataset);
+      if (button && this.hears(button)) this.press(button.dataset);
     });
     new ResizeObserver(() => this.draw()).observe(this.plot);
+  }
+
+  // Whether a button is for this plot: not those of other plots, nor for a small plot its y axis.
+  hears(button) {
+    const { y, scale, whole } = button.dataset;
+    return whole === undefined ? !(this.panel && (y || scale)) : this.frame.contains(button);
   }
 
   press({ x, y, scale, setting, whole }) {
     if (x) [this.x, this.zoom.x] = [x, null];
     if (y) [this.y, this.zoom.y] = [y, null];
     if (scale) [this.log[this.y], this.zoom.y] = [scale === "log", null];
-    if (setting) {
-      const chosen = this.task.settings[Number(setting)];
-      chosen.hidden = !chosen.hidden;
-    }
+    if (setting && !this.hidden.delete(Number(setting))) this.hidden.add(Number(setting));
     if (whole !== undefined) this.zoomOut();
     this.cursor.place = null;
     this.draw();
@@ -56,7 +65,7 @@ class Chart {
     this.height = this.plot.clientHeight;
     if (this.width < NARROWEST) return;
     const log = this.log[this.y], goal = this.y === "metric" ? this.task.target : null;
-    const shown = this.curves.filter(({ setting }) => !setting.hidden);
+    const shown = this.curves.filter(({ index }) => !this.hidden.has(index));
     const all = (column) => shown.flatMap(({ run }) => run[this.y][column]);
     const xRange = this.zoom.x ?? [0, extent(all(X[this.x]), false, 0.02)[1]];
     const values = all(Y), readable = values.filter((value) => this.hasRoom(value));
@@ -76,13 +85,13 @@ class Chart {
   // Whether the range includes a value. The values of a run that diverges are outside, and those
   // far from the target of an accuracy: otherwise the other values could not be read.
   hasRoom(value) {
-    const worst = this.task.worst[this.y];
+    const worst = this.task.worst[this.y] ?? null;
     if (worst === null) return true;
     return this.y === "metric" && this.task.higherIsBetter ? value >= worst : value <= worst;
   }
 
   layOut(xRange, yRange, log) {
-    const top = 30, bottom = this.height - 44, right = this.width - 14;
+    const top = 30, bottom = this.height - (this.panel ? 24 : 44), right = this.width - 14;
     this.yTicks = (log ? logTicks : linearTicks)(...yRange, Math.max(2, (bottom - top) / 45));
     const digits = Math.max(...this.yTicks.map((tick) => writeNumber(tick).length), 1);
     const left = 14 + 7.5 * digits;
@@ -110,12 +119,13 @@ class Chart {
     }
     line(left, bottom, right, bottom, "base");
     words(4, 14, "start", this.nameOfY(), "axis y");
+    if (this.panel) return;  // the large plot names the axis
     const nameOfX = this.x === "seconds" ? "training time (seconds)" : "training steps";
     words(right, bottom + 38, "end", nameOfX, "axis x");
   }
 
   nameOfY() {
-    return this.y === "metric" ? this.task.metric : "training loss";
+    return this.task.names[this.y];
   }
 
   // Draw the curves in an svg inside the svg, which cuts off what is outside of the zoom.
@@ -173,11 +183,12 @@ class Chart {
   showState() {
     const state = [this.x, this.y, this.log[this.y] ? "log" : "linear"];
     for (const button of this.root.querySelectorAll("button")) {
+      if (!this.hears(button)) continue;
       const { x, y, scale, setting, whole } = button.dataset;
       if (whole !== undefined) {
         button.disabled = !this.isZoomed() && !this.hides;
         button.textContent = this.everything && !this.isZoomed() ? "usual range" : "whole range";
-      } else if (setting) button.ariaPressed = String(!this.task.settings[Number(setting)].hidden);
+      } else if (setting) button.ariaPressed = String(!this.hidden.has(Number(setting)));
       else button.ariaPressed = String(state.includes(x ?? y ?? scale));
       if (y) button.disabled = this.empty[y];
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kfac_bench.errors import UsageError
+from kfac_bench.output import duration_text
 from kfac_bench.record import score
 from kfac_bench.record.runs import (
     Run,
@@ -59,8 +60,16 @@ def read(paths: Iterable[Path]) -> Comparison:
         nothing = UsageError("no runs to compare; give run directories or a folder of runs")
         raise next(iter(faults), nothing)
     settings = group(runs)
+    alone = len(settings) > 1 and len({s.task for s in settings}) == len(settings)
     left_out = [f"left out: {text}" for text in dict.fromkeys(plain(fault) for fault in faults)]
+    left_out += [UNLIKE] if alone else []
     return Comparison(settings, [row(s) for s in settings], notes(settings) + left_out)
+
+
+UNLIKE = (
+    "nothing is compared: no two settings have the same data, model, metric and target; "
+    "give runs that differ in the optimizer or in kfac.enabled"
+)
 
 
 def folder_of(path: Path) -> Path:
@@ -109,14 +118,27 @@ def finding(settings: Sequence[Setting]) -> str:
     return f"{rival} is {ours_s / best_s:.1f}x faster than {name} to {metric}"
 
 
-def _after_equal_work(ours: Sequence[Setting], others: Sequence[Setting], metric: str) -> str:
-    """Return the sentence that compares the metric after the time and the steps that all have."""
-    curves = [[score.points(run, metric=True) for run in s.runs] for s in (*ours, *others)]
+@dataclass(frozen=True)
+class EqualWork:
+    """The metric of settings after the same work, such as ``100 steps``.
+
+    ``values`` has the median over seeds of each setting, in order.
+    """
+
+    work: str
+    values: Sequence[float]
+
+
+def equal_work(settings: Sequence[Setting]) -> list[EqualWork]:
+    """Return the metric of one task's settings after the time and after the steps that all have.
+
+    Empty if a run was never evaluated.
+    """
+    curves = [[score.points(run, metric=True) for run in s.runs] for s in settings]
     if not all(curve for runs in curves for curve in runs):
-        return ""
-    sign = 1 if ours[0].runs[0].started.higher_is_better else -1
-    parts = []
-    for axis, unit in ((1, "s of training"), (0, "steps")):
+        return []
+    found = []
+    for axis in (1, 0):
         limit = min(curve[-1][axis] for runs in curves for curve in runs)
         values = [
             statistics.median(  # a point begins with its step, so the largest is the last
@@ -124,16 +146,26 @@ def _after_equal_work(ours: Sequence[Setting], others: Sequence[Setting], metric
             )
             for runs in curves
         ]
+        time = f"{limit:.3g} s" if limit < 60 else duration_text(limit)
+        found.append(EqualWork(f"{time} of training" if axis else f"{limit:.0f} steps", values))
+    return found
+
+
+def _after_equal_work(ours: Sequence[Setting], others: Sequence[Setting], metric: str) -> str:
+    """Return the sentence that compares the metric after equal work; empty if it is unknown."""
+    sign = 1 if ours[0].runs[0].started.higher_is_better else -1
+    parts = []
+    for each in equal_work([*ours, *others]):
+        values = each.values
         mine = max(range(len(ours)), key=lambda i: sign * values[i])
         best = max(range(len(ours), len(values)), key=lambda i: sign * values[i])
         name = "K-FAC" if len(ours) == 1 else plain(ours[mine].optimizer)
         rival = plain(others[best - len(ours)].optimizer)
         parts.append(
-            f"after {limit:.3g} {unit} {name} has {metric} {values[mine]:.4g}, "
-            f"{rival} {values[best]:.4g}"
+            f"after {each.work} {name} has {metric} {values[mine]:.4g}, {rival} {values[best]:.4g}"
         )
     text = "; ".join(parts)
-    return text[0].upper() + text[1:]
+    return text[:1].upper() + text[1:]
 
 
 def _fastest(settings: Sequence[Setting]) -> Row:

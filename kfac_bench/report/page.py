@@ -37,13 +37,20 @@ from kfac_bench.report.page_parts import (
     embed,
     link_from,
     most_points,
-    stage_bars,
     time_bars,
     to_html_table,
 )
-from kfac_bench.report.tables import DASH, NO_TARGET, Table, between, count, metric, seconds
+from kfac_bench.report.tables import DASH, Table, between, count, metric, seconds
+from kfac_bench.report.training_numbers import (
+    PARTS,
+    layer_tables,
+    milliseconds,
+    numbers_table,
+    step_time,
+)
 
 TITLE = "Time to target"
+WITHOUT_TARGET = "Comparison of runs"
 TEMPLATE = "report/page.html.jinja"
 SCRIPTS = ("axes.js", "chart.js", "cursor.js", "copy.js", "tables.js")
 
@@ -54,11 +61,13 @@ def html(
     tables: Sequence[Table] = (),
     folder: Path | None = None,
     verdict: VerdictPage | None = None,
+    refresh_s: int | None = None,
 ) -> str:
     """Return the page of a comparison, with ``tables`` above its results, or below a verdict.
 
     ``folder`` (resolved) is where the page will be: links to event files are relative to it.
-    Without a folder the page shows paths instead of links.
+    Without a folder the page shows paths instead of links. After ``refresh_s`` seconds a browser
+    loads the page again.
     """
     settings = comparison.settings
     environments = [_environment(run) for s in settings for run in s.runs]
@@ -66,12 +75,14 @@ def html(
     most = most_points(len(environments))
     tasks = _tasks(comparison, unequal, most, folder)
     styling, script = _asset("page.css"), "\n".join(_asset(name) for name in SCRIPTS)
+    has_target = any(row.has_target for row in comparison.rows)
     return _template().render(
-        title=plain(title),
+        title=WITHOUT_TARGET if title == TITLE and not has_target else plain(title),
         verdict=None if verdict is None else _verdict(verdict, styles(settings)),
         version=__version__,
         run_count=len(environments),
-        has_target=any(row.has_target for row in comparison.rows),
+        has_target=has_target,
+        refresh_s=refresh_s,
         tables=[to_html_table(table) for table in tables],
         tasks=tasks,
         data=embed([task["chart"] for task in tasks]),
@@ -80,9 +91,15 @@ def html(
         script=script,
         policy=f"default-src 'none'; img-src data:; style-src {content_hash(styling)}; "
         f"script-src {content_hash(script)}; base-uri 'none'; form-action 'none'",
-        common={k: v for k, v in (environments or [{}])[0].items() if v and k not in unequal},
+        common={
+            key: _readable(key, value)
+            for key, value in (environments or [{}])[0].items()
+            if value and key not in unequal
+        },
         notes=comparison.notes,
         max_points=most,
+        milliseconds=milliseconds,
+        parts=PARTS,
     )
 
 
@@ -102,7 +119,10 @@ def _tasks(
             "results": _results(settings, [rows[id(s)] for s in settings], drawn),
             "styles": {s.optimizer: drawn[s.optimizer] for s in settings},
             "chart": chart(settings, drawn, most),
-            "stages": stage_bars(settings),
+            "numbers": numbers_table(settings),
+            "has_target": rows[id(settings[0])].has_target,
+            "step_time": step_time(settings),
+            "layers": layer_tables(settings),
             "predictions": album.of(settings),
             "runs": _runs(settings, folder),
             "environments": _environments(settings, unequal),
@@ -150,8 +170,8 @@ def _results(
             "optimizer": row.optimizer,
             "style": drawn[row.optimizer],
             "row": row,
-            "steps": _reach(row.has_target, row.steps.median, count(row.steps.median)),
-            "seconds": _reach(row.has_target, row.seconds.median, seconds(row.seconds.median)),
+            "steps": cell(row.steps.median, count(row.steps.median)),
+            "seconds": cell(row.seconds.median, seconds(row.seconds.median)),
             "final": cell(row.final, metric(row.final)),
             "steps_range": between(row.steps, count),
             "seconds_range": between(row.seconds, seconds),
@@ -164,29 +184,23 @@ def _results(
     ]
 
 
-def _reach(has_target: bool, value: float, words: str, without: str = NO_TARGET) -> HtmlCell:
-    """Return a cell of steps or seconds to the target, or ``without`` if there is no target."""
-    return cell(value, words) if has_target else cell(None, without)
-
-
 def _runs(settings: Sequence[Setting], folder: Path | None) -> HtmlTable:
-    columns = ("setting", "seed", "ended", "steps to target", "seconds to target", "final metric")
+    has_target = target(settings[0].runs[0]) is not None
+    reach = ("steps to target", "seconds to target") if has_target else ()
     return HtmlTable(
         "Runs",
-        (*columns, "events"),
-        [_run(setting, run, folder) for setting in settings for run in setting.runs],
+        ("setting", "seed", "ended", *reach, "final metric", "events"),
+        [_run(setting, run, folder, has_target) for setting in settings for run in setting.runs],
     )
 
 
-def _run(setting: Setting, run: Run, folder: Path | None) -> list[HtmlCell]:
-    has_target = target(run) is not None
+def _run(setting: Setting, run: Run, folder: Path | None, has_target: bool) -> list[HtmlCell]:
     steps, time_s, last = steps_to_target(run), time_to_target_s(run), final_metric(run)
     return [
         cell(setting.optimizer),
         cell(seed(run), str(seed(run))),
         cell(status(run)),
-        _reach(has_target, steps, count(steps), DASH),
-        _reach(has_target, time_s, seconds(time_s), DASH),
+        *([cell(steps, count(steps)), cell(time_s, seconds(time_s))] if has_target else []),
         cell(last, metric(last)),
         _link(run, folder),
     ]
@@ -222,18 +236,29 @@ def _environments(settings: Sequence[Setting], unequal: Sequence[str]) -> HtmlTa
 
 
 def _environment_cell(key: str, value: str) -> HtmlCell:
-    if key.endswith("_bytes") and value.isdecimal():
-        return HtmlCell(size_text(int(value)), value)
-    return cell(value)
+    shown = _readable(key, value)
+    return cell(value) if shown == value else HtmlCell(shown, value)
+
+
+def _readable(key: str, value: str) -> str:
+    """Return the value of an environment's entry; bytes with their unit."""
+    is_size = key.endswith("_bytes") and value.isdecimal()
+    return size_text(int(value)) if is_size else value
 
 
 def _options(settings: Sequence[Setting]) -> dict[str, Any]:
+    """Return the options that differ, those that only some settings have, and the same ones."""
     keys = differences([setting.options for setting in settings])
-    rows = [[cell(key), *(cell(s.options.get(key, DASH)) for s in settings)] for key in keys]
+    # K-FAC's options are no difference of settings without K-FAC.
+    own = [k for k in keys if len({s.options[k] for s in settings if k in s.options}) == 1]
+
+    def table(title: str, chosen: Sequence[str]) -> HtmlTable:
+        rows = [[cell(key), *(cell(s.options.get(key, DASH)) for s in settings)] for key in chosen]
+        return HtmlTable(title, ("option", *(s.optimizer for s in settings)), rows)
+
     return {
-        "differing": HtmlTable(
-            "Options that differ", ("option", *(s.optimizer for s in settings)), rows
-        ),
+        "differing": table("Options that differ", [key for key in keys if key not in own]),
+        "own": table("Options that only some have", own),
         "same": {k: v for k, v in settings[0].options.items() if k not in keys},
     }
 

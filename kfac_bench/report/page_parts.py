@@ -1,4 +1,4 @@
-"""The parts of an HTML page: its curves' data, its tables, its stage bars and its predictions.
+"""The parts of an HTML page: its curves' data, its tables and its predictions.
 
 chart.js draws the curves. The page has its own drawing code instead of a chart library: plotly.js
 has 4.5 MB, and uPlot wants the same x values for all curves, but the seconds of two runs differ.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from kfac_bench.record.events import Predicted, Trained
+from kfac_bench.record.events import Predicted
 from kfac_bench.record.runs import Run, Setting, number, plain, seed, target
 from kfac_bench.record.score import (
     HUGE,
@@ -31,12 +31,18 @@ from kfac_bench.record.score import (
     thin,
     worst_shown,
 )
+from kfac_bench.record.sinks.panels import CURVES
+from kfac_bench.record.sinks.panels import Chart as Panel
+from kfac_bench.record.sinks.view import metrics_of
 from kfac_bench.report.figure_style import Style
 from kfac_bench.report.tables import DASH, Link, Table, Value, text
 from kfac_bench.training import predictions
 
 MOST_OF_A_CURVE, MOST_OF_A_PAGE, FEWEST = 1000, 200_000, 100
 """Numbers of points. A reader cannot see more in a curve; a page of many runs must stay quick."""
+
+SMALLER = 5
+"""A curve in a small panel has so many times fewer points than others, but 20 at least."""
 
 
 def most_points(runs: int) -> int:
@@ -51,16 +57,29 @@ def chart(settings: Sequence[Setting], drawn: dict[str, Style], most: int) -> di
     if goal is not None and abs(goal) > HUGE:
         goal = None
     better_up = bool(first.started.higher_is_better)
+    panels = _panels(settings)
+    names = {"metric": "validation " + plain(first.started.metric).replace("_", " ")}
+    names |= {"loss": "training loss"} | {panel.keys[0]: panel.title for panel in panels}
     return {
-        "metric": "validation " + plain(first.started.metric).replace("_", " "),
+        "names": names,
+        "panels": [panel.keys[0] for panel in panels],
+        "linear": [panel.keys[0] for panel in panels if not panel.log],
         "higherIsBetter": better_up,
         "worst": {
             "metric": _worst(settings, metric=True, better_up=better_up, goal=goal),
             "loss": _worst(settings, metric=False, better_up=False),
         },
         "target": goal,
-        "settings": [_setting(setting, drawn[setting.optimizer], most) for setting in settings],
+        "settings": [
+            _setting(setting, drawn[setting.optimizer], most, panels) for setting in settings
+        ],
     }
+
+
+def _panels(settings: Sequence[Setting]) -> list[Panel]:
+    """Return the small panels of a task: those whose values are not the same everywhere."""
+    rows = [row for s in settings for run in s.runs for row in map(metrics_of, run.trained)]
+    return [p for p in CURVES if len({row[p.keys[0]] for row in rows if p.keys[0] in row}) > 1]
 
 
 def _worst(
@@ -73,27 +92,35 @@ def _worst(
     return _short(worst) if math.isfinite(worst) else None
 
 
-def _setting(setting: Setting, style: Style, most: int) -> dict[str, Any]:
+def _setting(setting: Setting, style: Style, most: int, panels: Sequence[Panel]) -> dict[str, Any]:
     middle = median_run(setting)
     return {
         "label": setting.optimizer,
         "colour": style.index,
         "dashes": style.dashes,
-        "runs": [_run(run, most) | {"median": run is middle} for run in setting.runs],
+        "runs": [_run(run, most, panels) | {"median": run is middle} for run in setting.runs],
     }
 
 
-def _run(run: Run, most: int) -> dict[str, Any]:
+def _run(run: Run, most: int, panels: Sequence[Panel]) -> dict[str, Any]:
     event = target_reached(run)
     met = None
     if event is not None:
         met = (number(event.step), number(event.train_s), number(event.value))
+    rows = [metrics_of(event) for event in run.trained] if panels else []
+    small = {p.keys[0]: _points_of(rows, p.keys[0]) for p in panels}
     return {
+        **{key: _columns(thin(points, most // SMALLER)) for key, points in small.items()},
         "seed": seed(run),
         "metric": _columns(thin(points(run, metric=True), most)),
         "loss": _columns(thin(points(run, metric=False), most)),
         "met": None if met is None or not drawable(met) else [_short(x) for x in met],
     }
+
+
+def _points_of(rows: Sequence[Mapping[str, float]], key: str) -> list[CurvePoint]:
+    found = ((number(r["step"]), number(r["train_s"]), number(r[key])) for r in rows if key in r)
+    return [point for point in found if drawable(point)]
 
 
 def _columns(found: Sequence[CurvePoint]) -> list[list[float]]:
@@ -183,64 +210,6 @@ def link_from(folder: Path, path: Path) -> str:
 def _leads_on(href: str) -> bool:
     """Return whether `href` is a web address or a path, and has no other scheme (javascript:)."""
     return re.fullmatch(r"(https?://|(?!//))[^:\\\s\x00-\x20]+", href) is not None
-
-
-MOST_STAGES = 8
-"""Number of stages that the page shows by name. It sums up the cheaper stages as "other"."""
-
-
-@dataclass(frozen=True)
-class StageBars:
-    """Mean milliseconds of a step by stage, for each setting whose runs recorded stages."""
-
-    names: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[float]]]
-
-    @property
-    def longest(self) -> float:
-        """The largest sum of a row, above zero."""
-        return max(sum(means) for _, means in self.rows)
-
-
-def stage_bars(settings: Sequence[Setting]) -> StageBars | None:
-    """Return the bars of one task, the most expensive stage first; None if no run has stages."""
-    found = {s.optimizer: means for s in settings if sum((means := _means_ms(s)).values()) > 0}
-    if not found:
-        return None
-    total: dict[str, float] = {}
-    for means in found.values():
-        for name, value in means.items():
-            total[name] = total.get(name, 0.0) + value
-    names = sorted((name for name in total if total[name] > 0), key=lambda n: (-total[n], n))
-    named, others = names[:MOST_STAGES], names[MOST_STAGES:]
-    rows = []
-    for setting, means in found.items():
-        row = [means.get(name, 0.0) for name in named]
-        rows.append((setting, row + ([sum(means.get(n, 0.0) for n in others)] if others else [])))
-    return StageBars([plain(name) for name in named] + (["other"] if others else []), rows)
-
-
-def _means_ms(setting: Setting) -> dict[str, float]:
-    """Return the mean over all steps of all runs.
-
-    The means of an event hold for the steps since the event before, so they weigh as many steps.
-    """
-    steps, total = 0, dict[str, float]()
-    for run in setting.runs:
-        before = 0
-        for event in run.events:
-            if not isinstance(event, Trained):
-                continue
-            here, before = event.step - before, event.step
-            # Event files are not trusted: steps may run backwards, means may be no mapping.
-            if not isinstance(event.stage_mean_s, Mapping) or not event.stage_mean_s or here <= 0:
-                continue
-            steps += here
-            for name, value in event.stage_mean_s.items():
-                seconds = number(value)
-                if math.isfinite(seconds) and seconds > 0:
-                    total[name] = total.get(name, 0.0) + here * seconds
-    return {name: 1e3 * value / steps for name, value in total.items()}
 
 
 @dataclass(frozen=True)

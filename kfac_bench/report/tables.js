@@ -37,5 +37,6 @@ function makeSortable(table) {
 for (const table of document.querySelectorAll("table.sortable")) makeSortable(table);
 const charts = JSON.parse(document.getElementById("data").textContent);
 for (const root of document.querySelectorAll(".chart")) {
-  new Chart(root, charts[Number(root.dataset.chart)]);
+  const task = charts[Number(root.dataset.chart)];
+  for (const frame of root.querySelectorAll(".frame")) new Chart(root, frame, task);
 }

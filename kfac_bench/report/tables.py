@@ -151,16 +151,18 @@ def markdown_table(rows: Sequence[Row]) -> str:
 def terminal_table(rows: Sequence[Row]) -> rich.table.Table:
     """Return the rows as a table for a rich ``Console``. Cells are text, never rich markup.
 
-    Only the first row of a task names the task, because the name is long.
+    Only the first row of a task names the task, because the name is long. If no row has a target,
+    the columns of the target are left out.
     """
     table = rich.table.Table()
-    for i, column in enumerate(COLUMNS):
+    shown = [i for i in range(len(COLUMNS)) if any(cells(line)[i] != NO_TARGET for line in rows)]
+    for i, column in ((i, COLUMNS[i]) for i in shown):
         # On a terminal of 80 columns the whole head would take four lines.
         head = column.removesuffix(" (median, range)")
         table.add_column(head, justify="left" if i < 2 else "right", overflow="fold")
     above = None
     for line in rows:
-        task, *others = cells(line)
+        task, *others = [cells(line)[i] for i in shown]
         if above not in (None, task):
             table.add_section()
         table.add_row(*(Text(cell) for cell in ("" if task == above else task, *others)))

@@ -4,6 +4,7 @@
 :class:`Trained` event records besides the loss: rates and means since the last event.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -170,10 +171,12 @@ class Meter:
         self._stages = None if kfac is None else StageTimes(kfac, ranks)
         self._examples, self._train_s = 0, 0.0  # as of the last event
         self._waited_s = 0.0  # for batches, since the last event
+        self._steps = 0  # since the last event
 
     def start(self, examples: int) -> None:
         """Start to count; ``examples`` were seen before."""
         self._examples, self._train_s, self._waited_s = examples, self._clock.train_s(), 0.0
+        self._steps = 0
 
     def waiting(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the same batches, and count the time that the trainer waits for them."""
@@ -187,6 +190,7 @@ class Meter:
 
     def add_step(self) -> None:
         """Count the update that has just ended."""
+        self._steps += 1
         if self._stages is not None:
             self._stages.add()
 
@@ -200,11 +204,13 @@ class Meter:
         # Ranks wait for the slowest one, so the largest share counts.
         waited = self._ranks.max(self._waited_s / seconds if seconds > 0 else 0.0)
         memory = self._ranks.max(environment.peak_memory_bytes(self._ranks.device))
+        step_s = seconds / self._steps if self._steps else None
         self.start(examples)
         return self.kfac_statistics() | {
             "examples_per_s": examples_since / seconds if seconds > 0 else 0.0,
             "data_wait_share": waited,
             "peak_memory_bytes": memory,
+            "step_mean_s": step_s,
         }
 
     def kfac_statistics(self) -> dict[str, Any]:
@@ -221,4 +227,14 @@ class Meter:
             "damping": self._kfac.damping,
             "failed_decompositions": failed,
             "dropped_statistics": dropped,
+            "condition": self._conditions(self._kfac),
         }
+
+    def _conditions(self, kfac: KFAC) -> dict[str, float]:
+        """Return :meth:`KFAC.conditions` of all layers; their means over ranks that know them."""
+        mine, names = kfac.conditions(), kfac.layer_names
+        numbers = [mine.get(name, 0.0) for name in names]
+        both = self._ranks.sum_numbers([*numbers, *(float(name in mine) for name in names)])
+        each = zip(names, both, both[len(names) :], strict=False)
+        means = {name: total / count for name, total, count in each if count}
+        return {name: mean for name, mean in means.items() if math.isfinite(mean)}

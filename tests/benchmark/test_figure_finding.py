@@ -161,7 +161,7 @@ def test_the_figure_has_the_finding_and_the_subject():
 def test_a_figure_of_lines_has_labels_and_one_sentence():
     spec = FigureSpec(["accuracy"], "gpus", "optimizer", True)
     row = Benchmark(**(vars(ROW) | {"figure": spec}))
-    lines = [replace(x, computed=x.measured.median, measured=None) for x in (*BOTH, SGD, KFAC)]
+    lines = [replace(x, computed=x.measured.value, measured=None) for x in (*BOTH, SGD, KFAC)]
     lines[-1] = replace(lines[-1], published=91.5, computed=89.0)
     lines[-2] = replace(lines[-2], published=90.5)
     title = (

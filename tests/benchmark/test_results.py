@@ -129,18 +129,18 @@ def test_lines_have_medians_intervals_and_misses(row):
     assert (sgd.published, sgd.source) == (80.0, "Table 9")
     assert result_tables.ratio(sgd) == pytest.approx(75 / 80)
     kfac = lines["accuracy", "K-FAC", "64"]
-    assert (kfac.measured.median, kfac.measured.seeds, kfac.measured.missed) == (40.0, 3, 1)
+    assert (kfac.measured.value, kfac.measured.seeds, kfac.measured.missed) == (40.0, 3, 1)
     assert lines["accuracy", "SGD", "256"].measured is None, "a cell that this profile has not"
-    assert lines["seconds", "SGD", "64"].measured.median == 10.0  # twice 5.0
+    assert lines["seconds", "SGD", "64"].measured.value == 10.0  # twice 5.0
     missed = lines["seconds", "K-FAC", "64"]
-    assert (missed.measured.median, missed.measured.missed) == (math.inf, 2)
+    assert (missed.measured.value, missed.measured.missed) == (math.inf, 2)
     assert lines["hours", "", ""].published == 5.0
 
 
 def test_quantities_are_compared_seed_by_seed(row):
     lines = results(row)
     less = lines["less", "K-FAC", "64"]
-    assert less.measured.median == -math.inf, "two of three seeds missed"
+    assert less.measured.value == -math.inf, "two of three seeds missed"
     assert less.measured.high == pytest.approx(50.0)  # 4.0 s against twice 4.0 s
     assert less.published == (20.0, 60.0)
     assert ("less", "SGD", "64") not in lines, "SGD beside itself"
@@ -254,9 +254,9 @@ def test_times_of_phases_are_those_up_to_the_checkpoint(tmp_path, monkeypatch):
     assert got["phase 2", "20"].measured == Measured(
         *[pytest.approx(100 * (1 - 40 / 60))] * 3, 1, 0
     )
-    assert got["phase 2", "15"].measured.median == pytest.approx(100 * (1 - 30 / 60))
-    assert got["both", "20"].measured.median == pytest.approx(100 * (1 - 80 / 100))
-    assert got["both", "15"].measured.median == pytest.approx(100 * (1 - 70 / 100))
+    assert got["phase 2", "15"].measured.value == pytest.approx(100 * (1 - 30 / 60))
+    assert got["both", "20"].measured.value == pytest.approx(100 * (1 - 80 / 100))
+    assert got["both", "15"].measured.value == pytest.approx(100 * (1 - 70 / 100))
     # A failed phase has no time, and neither has a checkpoint that the events do not reach.
     write_phase(shared / "first-smoke-s1", [(10, 40.0)])
     write_phase(shared / "lamb-smoke-s1", [(10, 30.0)], status="failed")

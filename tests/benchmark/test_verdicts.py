@@ -4,19 +4,31 @@ import math
 
 import pytest
 
-from kfac_bench.benchmark import result_tables, run_end, schema, suite, write_reports
+from kfac_bench.benchmark import run_end, schema, suite, verdicts, write_reports
 from kfac_bench.benchmark.result import Line, Measured
-from kfac_bench.benchmark.result_tables import Verdict, judge
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Check, Claim, Quantity
+from kfac_bench.benchmark.verdicts import Verdict
 from tests.benchmark.test_results import write
 
 AT = {"optimizer": "K-FAC"}
 FASTER = Check("seconds over SGD's", AT, at_most=0.6)
 AS_GOOD = Check("more than SGD", AT, at_least=-0.5)
+AGAINST = {"optimizer": "SGD"}
+QUANTITIES = {
+    "seconds": Quantity("train_s", unit="s"),
+    "accuracy": Quantity("final", unit="%"),
+    "seconds over SGD's": Quantity(of="seconds", against=AGAINST, how="ratio"),
+    "more than SGD": Quantity(of="accuracy", against=AGAINST, how="difference"),
+}
 
 
-def measured(check, median, low, high, seeds=3, missed=0, bounds=0):
-    return Line(check.at, check.quantity, "", Measured(median, low, high, seeds, missed, bounds))
+def measured(check, value, low, high, seeds=6, missed=0, bounds=0):
+    numbers = Measured(value, low, high, seeds, missed, bounds)
+    return Line(check.at, check.quantity, "", numbers, is_difference=check is AS_GOOD)
+
+
+def judge(claim, lines, seeds=6):
+    return verdicts.judge(claim, lines, QUANTITIES, seeds)
 
 
 GOOD = measured(AS_GOOD, 0.1, -0.2, 0.4)
@@ -30,7 +42,7 @@ GOOD = measured(AS_GOOD, 0.1, -0.2, 0.4)
         ([measured(FASTER, 0.5, 0.4, 0.7), GOOD], Verdict.NOT_DECIDED),
         ([measured(FASTER, math.inf, math.inf, math.inf, missed=3), GOOD], Verdict.NOT_SUPPORTED),
         ([measured(FASTER, 0.5, 0.4, math.inf, missed=1), GOOD], Verdict.NOT_DECIDED),
-        ([measured(FASTER, 0.5, 0.4, 0.6, seeds=2), GOOD], Verdict.NOT_TESTABLE),
+        ([measured(FASTER, 0.5, 0.4, 0.6, seeds=5), GOOD], Verdict.NOT_TESTABLE),
         ([GOOD], Verdict.NOT_TESTABLE),
         ([measured(FASTER, 0.5, 0.4, 0.6), measured(AS_GOOD, -2, -3, -1)], Verdict.NOT_SUPPORTED),
         ([measured(FASTER, 0.5, 0.4, 0.6, bounds=3), GOOD], Verdict.SUPPORTED),
@@ -38,7 +50,7 @@ GOOD = measured(AS_GOOD, 0.1, -0.2, 0.4)
         (
             [
                 measured(FASTER, 0.5, 0.4, 0.6),
-                measured(AS_GOOD, -math.inf, -math.inf, -math.inf, missed=3),
+                measured(AS_GOOD, -math.inf, -math.inf, -math.inf, missed=6),
             ],
             Verdict.NOT_SUPPORTED,
         ),
@@ -46,55 +58,74 @@ GOOD = measured(AS_GOOD, 0.1, -0.2, 0.4)
     ],
 )
 def test_a_claim_is_supported_if_whole_intervals_are_within_the_limits(lines, expected):
-    assert judge(Claim("Faster.", [FASTER, AS_GOOD]), lines, 3).verdict is expected
+    assert judge(Claim("Faster.", [FASTER, AS_GOOD]), lines).verdict is expected
 
 
-def test_the_numbers_are_those_of_the_lines():
-    lines = [measured(FASTER, 0.5, 0.41, math.inf, missed=1), GOOD]
-    assert judge(Claim("Faster.", [FASTER, AS_GOOD]), lines, 3).numbers == (
-        "seconds over SGD's (K-FAC): 0.5 (0.41 \u2013 missed), limit at most 0.6: "
-        "not decided; "
-        "more than SGD (K-FAC): 0.1 (-0.2 \u2013 0.4), limit at least -0.5: holds"
-    )
-    bound = judge(Claim("Faster.", [FASTER]), [measured(FASTER, 0.8, 0.7, 0.9, bounds=1)], 3)
-    assert bound.numbers == (
-        "seconds over SGD's (K-FAC): at most 0.8 (0.7 \u2013 0.9), limit at most 0.6: "
-        "only an upper bound is known"
-    )
+@pytest.mark.parametrize("value", [0.5, 0.9])
+def test_a_median_of_few_seeds_decides_nothing_but_a_mean_does(value):
+    few = measured(FASTER, value, value, value, seeds=5)
+    judged = judge(Claim("Faster.", [FASTER]), [few], 5)
+    assert judged.verdict is Verdict.NOT_DECIDED
+    assert judged.numbers[0].state == "open: 5 seeds"
+    mean = measured(AS_GOOD, 0.1, -0.2, 0.4, seeds=3)
+    assert judge(Claim("As good.", [AS_GOOD]), [mean], 3).verdict is Verdict.SUPPORTED
+    missed = measured(AS_GOOD, -math.inf, -math.inf, -math.inf, seeds=3, missed=3)
+    assert judge(Claim("As good.", [AS_GOOD]), [missed], 3).verdict is Verdict.NOT_DECIDED
+
+
+def test_both_numbers_stand_beside_their_difference():
+    lines = [
+        Line(AT, "seconds", "s", Measured(33.0, 32.0, 34.0, 6, 0)),
+        Line(AGAINST, "seconds", "s", Measured(58.0, 57.0, 59.0, 6, 0)),
+        measured(FASTER, 0.57, 0.41, math.inf, missed=1),
+    ]
+    (number,) = judge(Claim("Faster.", [FASTER]), lines).numbers
+    assert list(vars(number).values()) == [
+        "K-FAC",
+        "seconds: 33 s",
+        "SGD: 58 s",
+        "0.57 (0.41 to missed)",
+        "at most 0.6",
+        "open: 6 seeds",
+    ]
+    bound = judge(Claim("Faster.", [FASTER]), [measured(FASTER, 0.8, 0.7, 0.9, bounds=1)])
+    assert bound.numbers[0].difference == "at most 0.8 (0.7 to 0.9)"
+    assert bound.numbers[0].state == "open: only an upper bound is known"
     exact = Line(AT, "bytes", "kB", computed=12.0)
-    said = judge(Claim("Small.", [Check("bytes", AT, at_most=10)]), [exact], 3)
+    said = judge(Claim("Small.", [Check("bytes", AT, at_most=10)]), [exact])
     assert said.verdict is Verdict.NOT_SUPPORTED
-    assert said.numbers == (
-        "bytes (K-FAC): 12 kB (computed from the plan that the ranks execute, not measured), "
-        "limit at most 10: fails"
-    )
+    expected = "12 kB (computed from the plan that the ranks execute)"
+    assert (said.numbers[0].difference, said.numbers[0].state) == (expected, "fails")
 
 
 def test_a_claim_that_cannot_be_tested_or_has_not_run_says_so():
-    never = judge(Claim("Scales.", not_testable="two ranks"), [], 3)
-    assert (never.verdict, never.numbers) == (Verdict.NOT_TESTABLE, "two ranks")
-    early = result_tables.without_numbers(Claim("Faster.", [FASTER]))
+    never = judge(Claim("Scales.", not_testable="two ranks"), [])
+    assert (never.verdict, never.reason) == (Verdict.NOT_TESTABLE, "two ranks")
+    early = verdicts.without_numbers(Claim("Faster.", [FASTER]))
     assert early.verdict is Verdict.NOT_RUN
-    assert early.numbers == "seconds over SGD's (K-FAC): at most 0.6"
+    assert (early.numbers[0].needed, early.numbers[0].state) == ("at most 0.6", "not run yet")
 
 
 ROW = Benchmark(
     "Made up",
     {"optimizer": ["SGD", "K-FAC"]},
     ["model=resnet8", "logger=none"],
-    [0, 1, 2],
+    [*range(6)],
     each={"optimizer": {"SGD": ["kfac=none"]}},
     profiles={"cpu": BenchmarkProfile()},
     quantities={
         "seconds": Quantity("seconds_to_level", level_of={"optimizer": "SGD"}),
         "seconds over SGD's": Quantity(of="seconds", against={"optimizer": "SGD"}, how="ratio"),
     },
-    claims=[Claim("K-FAC is faster.", [FASTER]), Claim("It scales.", not_testable="one rank")],
+    claims=[
+        Claim("K-FAC is faster.", [FASTER], name="faster"),
+        Claim("It scales.", not_testable="one rank", goal=True),
+    ],
 )
 
 
-def verdicts(row):
-    return [line[1] for line in result_tables.verdicts([row]).rows]
+def said(row):
+    return [line[1] for table in verdicts.verdict_tables([row])[:2] for line in table.rows]
 
 
 def test_verdicts_of_runs_whose_level_is_that_of_another_run(tmp_path, monkeypatch):
@@ -103,30 +134,27 @@ def test_verdicts_of_runs_whose_level_is_that_of_another_run(tmp_path, monkeypat
     row = suite.row("made_up", "cpu", runs_dir=str(tmp_path / "runs"))
     document = tmp_path / "doc.md"
     document.write_text(f"{write_reports.begin_mark('cpu')}\n{write_reports.END}\n")
-    assert verdicts(row) == ["not run yet", "not testable here"]
-    write_reports.write_all([], document, result_tables.verdicts([row]), "cpu")
+    assert said(row) == ["not run yet", "not testable here: one rank"]
+    write_reports.write_all([], document, verdicts.verdict_tables([row]), "cpu")
     assert "| K-FAC is faster. | not run yet |" in document.read_text()
     cells = {(c.point["optimizer"], c.seed): c.path() for c in row.cells}
-    for seed in range(3):
+    for seed in range(6):
         # SGD is at 0.5 after 9 s, its final metric, and so K-FAC's 0.5 after 4 s is enough.
         write(cells["SGD", seed], 0.5)
         write(cells["K-FAC", seed], 0.6, reached_s=4.0 + seed / 10)
-        assert verdicts(row)[0] == ("supported" if seed == 2 else "not run yet")
+        assert said(row)[0] == ("supported" if seed == 5 else "not run yet")
     write_reports.write_all(
-        [write_reports.write(row)], document, result_tables.verdicts([row]), "cpu"
+        [write_reports.write(row)], document, verdicts.verdict_tables([row]), "cpu"
     )
     assert "| K-FAC is faster. | supported |" in document.read_text()
-    assert "0.4556" in document.read_text()
+    assert "| faster | K-FAC | seconds: 4.25 | SGD: 9 | 0.4722 (" in document.read_text()
     for part in ({"seeds": [0]}, {"only": "K-FAC"}):
         # One seed has an interval without a width, and a part of the cells lacks numbers.
         some = suite.row("made_up", "cpu", runs_dir=str(tmp_path / "runs"), **part)
-        assert verdicts(some)[0] == "not run yet", part
-    write(cells["SGD", 2], 0.7)  # a level that K-FAC does not reach
-    assert verdicts(row)[0] == "not decided"
-    (cells["SGD", 2] / "events.jsonl").unlink()
-    run_end.record_failure(cells["SGD", 2], "x", "out of memory")
-    judged = result_tables.verdicts([row]).rows[0]
-    assert judged[1:] == [
-        "not testable here",
-        "1 cell failed, the first: out of memory. Use --retry",
-    ]
+        assert said(some)[0] == "not run yet", part
+    write(cells["SGD", 5], 0.7)  # a level that K-FAC does not reach
+    assert said(row)[0] == "not decided"
+    (cells["SGD", 5] / "events.jsonl").unlink()
+    run_end.record_failure(cells["SGD", 5], "x", "out of memory")
+    failed = "not testable here: 1 cell failed, the first: out of memory. Use --retry"
+    assert said(row)[0] == failed

@@ -226,6 +226,7 @@ def test_bad_input_is_one_line_and_exit_code_2(command, tmp_path, arguments, fra
         ),
         (["compare", "no_such_run"], "no_such_run"),
         (["compare", "."], "no runs here"),
+        (["compare", ".", "--watch"], "--watch writes a page again and again: add --html"),
         (["runs", "list"], "--runs-dir runs: no such folder"),
         (["runs", "prune", "--runs-dir", ".", "--keep", "0"], "--keep 0: must be at least 1"),
         (["runs", "prune", "--runs-dir", ".", "--older-than", "nan"], "--older-than nan: must be"),

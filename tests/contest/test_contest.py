@@ -5,6 +5,7 @@ import functools
 import json
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from benchmarks.contest.sitting import (
     Sitting,
     comparable_time_s,
     factors,
+    tasks_of,
 )
 from kfac_bench.benchmark import grid, local_runs, schema, suite, trials, tune
 from kfac_bench.benchmark.grid import WorkSession
@@ -113,7 +115,7 @@ class Lab:
 
     def sitting(self, benchmark, part="tuning", minutes=None):
         runs_dir = Path(f"machine n\u00b0{self.count}") / part  # Hydra takes this in quotes only
-        store = ResultStore(self.results, "contest", part, benchmark.axes["task"])
+        store = ResultStore(self.results, "contest", part, tasks_of(benchmark))
         now = lambda: self.now_s  # noqa: E731
         return Sitting(benchmark, runs_dir, self.said.append, store, minutes, now), str(runs_dir)
 
@@ -279,6 +281,20 @@ def test_a_run_that_failed_by_its_events_and_ran_again_replaces_the_failed_one(l
     assert len(lab.trained) == 1
     (times,) = contest_tables.load(benchmark, lab.store("table")).times()[TASKS[0]].values()
     assert times == [lab.seconds(lab.trained[0])]
+
+
+def test_runs_of_a_benchmark_without_tasks_are_kept_with_whole_curves(lab):
+    changes = {"axes": {"optimizer": ["sgd", "adamw"], "batch": ["8", "16"]}, "baseline": []}
+    overrides = ["experiment=digits/resnet", "optimizer={optimizer}", "trainer.batch_size={batch}"]
+    benchmark = contest(**changes, overrides=[*overrides, "logger=none"], tuning=None)
+    lab.run(benchmark)
+    kept = ResultStore(lab.results, "contest", "table", ["all"]).runs("all", "table")
+    optimizers = {"sgd 8", "sgd 16", "adamw 8", "adamw 16"}
+    assert {(run.optimizer, run.seed) for run in kept} == {*product(optimizers, (10, 11))}
+    lab.new_machine()
+    lab.run(benchmark)
+    assert lab.said[0].startswith("8 finished runs taken from the results")
+    assert not lab.trained
 
 
 def test_two_commands_may_add_runs_to_one_store(lab):

@@ -11,6 +11,7 @@ from hypothesis import given
 
 from benchmarks.contest import packed_runs
 from benchmarks.contest.packed_runs import PackedRun
+from kfac_bench.benchmark.measures import measure
 from kfac_bench.errors import UsageError
 from kfac_bench.record import runs, score
 from kfac_bench.record.events import (
@@ -87,6 +88,17 @@ def test_results_of_a_packed_run_are_those_of_the_run():
     assert score.time_to_target_s(new) == 3.0123456789012345
     assert score.steps_to_target(new) == 100
     assert len(runs.group([old, new])) == 1, "another setting than before packing"
+
+
+def test_a_whole_curve_keeps_levels_and_the_time_of_a_step():
+    before = [*events()[:2], *events()[2:]]
+    before.insert(60, Trained(50, 2.1, 1.0, 1.0, 0.1, 5.0, cosine={"a": 1.0}, stage_s={"b": 1.0}))
+    after = packed_runs.pack(before, whole_curve=True)
+    old, new = (runs.Run("a", each[0], tuple(each)) for each in (before, after))
+    assert new.pace == old.pace
+    assert not any(each.cosine or each.stage_s for each in new.trained)
+    assert len([e for e in after if isinstance(e, Evaluated)]) == 101
+    assert measure(new, "steps_to_level", 0.1) == measure(old, "steps_to_level", 0.1) == 64
 
 
 def test_the_time_of_the_first_target_survives_an_easier_one_of_a_later_start():

@@ -67,3 +67,48 @@ def test_the_damping_of_the_next_step_is_none():
     _, kfac = step("eigen")
     assert kfac.damping is None
     assert kfac.fingerprint()["damping"] == "None"
+
+
+@pytest.mark.parametrize("damping", [None, 0.03])
+@pytest.mark.parametrize("options", [{"method": m} for m in METHODS] + [{"block_size": 8}])
+def test_the_condition_is_that_of_the_damped_curvature(options, damping):
+    model = tiny_model()
+    kfac = kfac_of(model, **{"damping": damping, "method": "inverse"} | options)
+    F.cross_entropy(model(batch()[0]), batch()[1]).backward()
+    assert kfac.conditions() == {}
+    kfac.step()
+    found, store = kfac.conditions(), kfac._executor.store
+    assert list(found) == kfac.layer_names
+    assert kfac.conditions() == {}  # no decomposition is new
+    for layer in kfac._layers:
+        spec = layer.spec
+        dense = []
+        for side in ("A", "G"):
+            keys = [(spec.name, factor) for factor in spec.factors_of(side)]
+            blocks = [store.factor(key)[0].double() for key in keys]
+            dense.append(torch.block_diag(*blocks))
+        a, g = dense
+        means = a.trace() / len(a), g.trace() / len(g)
+        if kfac.plan.method == "inverse":
+            da, dg = means if damping is None else (damping, damping)
+            values = torch.outer(eigenvalues(a) + da, eigenvalues(g) + dg)
+        elif kfac.plan.method == "ekfac":
+            moments = store.second_moments[spec.name].double()
+            values = moments + (moments.mean() if damping is None else damping)
+        else:
+            values = torch.outer(eigenvalues(a), eigenvalues(g))
+            values += means[0] * means[1] if damping is None else damping
+        want = (values.max() / values.min()).item()
+        assert found[spec.name] == pytest.approx(want, rel=0.05)
+
+
+def test_without_an_inverse_there_is_no_condition():
+    model = tiny_model()
+    kfac = kfac_of(model, method="identity", damping=None, trust_ratio=1.0)
+    F.cross_entropy(model(batch()[0]), batch()[1]).backward()
+    kfac.step()
+    assert kfac.conditions() == {}
+
+
+def eigenvalues(factor):
+    return torch.linalg.eigvalsh(factor).clamp_min(0)

@@ -16,7 +16,6 @@ from kfac_bench.benchmark.scaling.measured import STAGES as FIG7
 from kfac_bench.config import LoggerConfig, compose
 from kfac_bench.core.planning import plan as ops
 from kfac_bench.dashboard import views
-from kfac_bench.dashboard.content import GROUPS, SECTIONS, STAGES, WORLD_SIZE
 from kfac_bench.errors import UsageError
 from kfac_bench.record.event_log import JsonlSink
 from kfac_bench.record.events import (
@@ -30,6 +29,7 @@ from kfac_bench.record.events import (
     Trained,
 )
 from kfac_bench.record.runs import flatten, plain
+from kfac_bench.record.sinks.panels import GROUPS, OPTIONS, SECTIONS, STAGES, WORLD_SIZE
 from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.record.sinks.wandb import WandbSink, wandb_id
 from kfac_bench.training import environment
@@ -65,6 +65,8 @@ def every_event(directory):
         data_wait_share=0.1,
         stage_mean_s=stages,
         peak_memory_bytes=1e6,
+        condition={"layer1.0": 9.0},
+        step_mean_s=20.0,
     )
     yield Evaluated(1, 0.1, 0.2, {"accuracy": 0.5}, 3)
     yield SampleSkipped(1, 0.1, "x", "y", 0, 1)
@@ -125,7 +127,8 @@ def test_go_and_javascript_read_patterns_in_the_same_way():
 
 def test_stages_are_those_of_the_plan():
     planned = {name for name, op in vars(ops).items() if is_op(op)} | {"WriteBack"}
-    assert set(STAGES) == planned
+    kinds = [kind for kinds in STAGES.values() for kind in kinds]
+    assert sorted(kinds) == sorted(planned)
     assert {kind for kinds in FIG7.values() for kind in kinds} == planned
 
 
@@ -139,7 +142,7 @@ def test_options_are_in_the_config_that_wandb_gets(tmp_path):
         for key in option.split("."):
             value = value[key]
     assert value == 1
-    assert set(GROUPS) <= flatten(asdict(compose.load([]))).keys()
+    assert {*GROUPS, *OPTIONS} <= flatten(asdict(compose.load([]))).keys()
     assert config["environment"]["hardware"] == environment.describe()["hardware"]
 
 

@@ -16,7 +16,7 @@ from kfac_bench.benchmark.scaling import tables as scaling
 from kfac_bench.dashboard import upload, views
 from kfac_bench.errors import UsageError
 from kfac_bench.record import runs
-from kfac_bench.report import curves, page_parts
+from kfac_bench.report import curves
 from tests.support.fuzzing import as_json, damaged, fuzz, refused_or, spoilt
 
 STAGE_S = {"Decompose": 0.01, "ShareDecompositions": 0.001, "Precondition": 0.002}
@@ -33,6 +33,8 @@ TRAINED = {
     "cosine": {"fc": 0.5},
     "data_wait_share": 0.0,
     "peak_memory_bytes": 1e9,
+    "condition": {"fc": 9.0},
+    "step_mean_s": 0.01,
 }
 LINES = [
     {
@@ -120,8 +122,6 @@ def look_at(path, good):
     report.terminal_table(found.rows)
     for table in scaling(r for s in found.settings for r in s.runs):
         table.markdown()
-    for setting in found.settings:
-        page_parts.stage_bars([setting])
     return True
 
 

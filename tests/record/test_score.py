@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -362,6 +363,17 @@ def exact_quantile(values: list[float], share: float) -> float:
         if at_most >= share:
             return value
     return ordered[-1]
+
+
+def test_the_interval_of_a_mean_is_that_of_students_t():
+    values = [0.3, -0.4, 1.2, 0.5]
+    mean, low, high = score.mean_with_interval(values)
+    expected = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert (mean, low, high) == pytest.approx((0.4, expected.low, expected.high))
+    assert score.mean_with_interval([2.0]) == (2.0, 2.0, 2.0)
+    for wrong in ([], [1.0, INF]):
+        with pytest.raises(ValueError, match="finite number"):
+            score.mean_with_interval(wrong)
 
 
 @pytest.mark.parametrize("n", [1, 3, 5, 7, 9, 15, 21])

@@ -1,7 +1,6 @@
 """The HTML page as text: its content, and that it escapes everything from event files."""
 
 import base64
-import dataclasses
 import hashlib
 import html
 import json
@@ -17,7 +16,7 @@ import pytest
 
 from kfac_bench import report
 from kfac_bench.record.event_log import JsonlSink
-from kfac_bench.record.events import Predicted, Trained
+from kfac_bench.record.events import Predicted
 from kfac_bench.report import figure_style, page_parts
 from kfac_bench.report.page_parts import TimeBar, VerdictPage
 from kfac_bench.report.tables import Link, Table
@@ -165,11 +164,8 @@ def test_given_tables_come_first_with_their_sort_keys(folder: Path) -> None:
 
 def test_curves_equal_the_events(folder: Path) -> None:
     (chart,) = charts_of(report.html(report.compare([folder])))
-    assert (chart["metric"], chart["higherIsBetter"], chart["target"]) == (
-        "validation accuracy",
-        True,
-        0.9,
-    )
+    assert chart["names"] == {"metric": "validation accuracy", "loss": "training loss"}
+    assert (chart["higherIsBetter"], chart["target"]) == (True, 0.9)
     assert [s["label"] for s in chart["settings"]] == ["SGD", "K-FAC + SGD"]
     sgd = chart["settings"][0]["runs"]
     assert [(run["seed"], run["median"]) for run in sgd] == [(0, False), (1, True), (2, False)]
@@ -189,30 +185,6 @@ def test_many_runs_have_fewer_points_each(tmp_path: Path) -> None:
     assert "at most 1000 points" in Tags(page).text
     most = [page_parts.most_points(runs) for runs in (1, 50, 100, 200, 500, 10**6)]
     assert most == [1000, 1000, 1000, 500, 200, 100]
-
-
-def test_stages_are_means_over_steps_with_the_most_expensive_first(folder: Path) -> None:
-    assert "Stages of K-FAC" not in report.html(report.compare([folder]))
-    for seed, step_s in ((0, 0.003), (1, 0.012)):
-        with (folder / f"kfac{seed}" / "events.jsonl").open("a") as file:
-            # 10 steps since the events of write_run, then 20
-            for step, decompose_s in ((40, step_s), (60, 2 * step_s)):
-                means = {"Precondition": 0.005, "Decompose": decompose_s}
-                means |= {"Odd": "x", "Bad": -1, EVIL: 0.0}
-                event = Trained(step, 3.0, 1.0, 0.5, 0.1, 1.0, stage_mean_s=means)
-                file.write(json.dumps({"event": "Trained", **dataclasses.asdict(event)}) + "\n")
-    found = report.compare([folder])
-    bars = page_parts.stage_bars(found.settings)
-    assert bars is not None
-    assert bars.names == ["Decompose", "Precondition"]
-    ((setting, means_ms),) = bars.rows
-    assert setting == "K-FAC + SGD"
-    assert means_ms == pytest.approx([(10 * 3 + 20 * 6 + 10 * 12 + 20 * 24) / 60, 5.0])
-    page = report.html(found)
-    assert re.findall(r'<rect class="s[01]" x="([^"]*)" width="([^"]*)"', page) == [
-        ("0%", "71.43%"),
-        ("71.43%", "28.57%"),
-    ]
 
 
 def test_the_best_median_is_highlighted_but_never_a_missed_target(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """report/: how runs are read and shown as tables of text."""
 
+import io
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from kfac_bench import report
 from kfac_bench.errors import UsageError
 from kfac_bench.record import runs, score
+from kfac_bench.report.comparison import UNLIKE
 from tests.support.written_runs import two_optimizers, write_run
 
 
@@ -153,3 +155,23 @@ def test_computed_cells_are_not_compared(folder: Path) -> None:
     assert not any("left out" in note for note in found.notes)
     with pytest.raises(UsageError, match="no runs to compare"):
         report.compare([folder / "computed"])
+
+
+def test_settings_of_different_tasks_are_not_compared_with_a_note(folder: Path) -> None:
+    assert UNLIKE not in report.compare([folder]).notes
+    write_run(folder / "other", text="letters")
+    assert UNLIKE not in report.compare([folder]).notes
+    assert UNLIKE not in report.compare([folder / "other"]).notes
+    assert UNLIKE in report.compare([folder / "other", folder / "sgd0"]).notes
+
+
+def test_the_terminal_table_has_no_columns_without_values(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", target=None)
+    rows = report.compare([tmp_path]).rows
+    stream = io.StringIO()
+    console = Console(file=stream, width=80)
+    console.print(report.terminal_table(rows))
+    assert "target" not in stream.getvalue()
+    write_run(tmp_path / "b")
+    console.print(report.terminal_table(report.compare([tmp_path]).rows))
+    assert "no target" in stream.getvalue()

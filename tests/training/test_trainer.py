@@ -467,7 +467,11 @@ def counted_here(folder):
     trainer = trainer_of(folder, *STABLE, backend=here())
     trainer.kfac._executor.solver.failed = 1 + trainer.ranks.rank
     trainer.kfac._executor.batch_statistics.dropped = torch.tensor(10 * (1 + trainer.ranks.rank))
+    first, *others = trainer.kfac.layer_names
+    known = {first: 3.0} if trainer.ranks.rank == 0 else {first: 3.0, others[0]: 7.0}
+    trainer.kfac.conditions = lambda: known
     found = trainer._meter.kfac_statistics()
+    assert found["condition"] == {first: 3.0, others[0]: 7.0}  # other layers have none
     return found["failed_decompositions"], found["dropped_statistics"]
 
 

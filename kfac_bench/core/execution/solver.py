@@ -11,6 +11,7 @@ from torch import Tensor
 from kfac_bench.core.execution import adam
 from kfac_bench.core.execution.adam import AdamRule
 from kfac_bench.core.execution.decomposition import (
+    AnyInverse,
     Decomposition,
     DiagonalEigen,
     DiagonalInverse,
@@ -19,6 +20,7 @@ from kfac_bench.core.execution.decomposition import (
     Inverse,
     basis_of,
     precondition,
+    values_of,
 )
 from kfac_bench.core.execution.store import Store, identity_like
 from kfac_bench.core.kernels import linalg
@@ -74,6 +76,8 @@ class Solver:
         self.failed = 0
         # Failures so far; also the thread of background=True counts.
         self._failures = itertools.count(1)
+        # The count of the store at the last call of conditions().
+        self._judged = 0
 
     def batch(
         self,
@@ -228,6 +232,47 @@ class Solver:
             second_moments=stack([moments[s.name] for s in specs]) if has_moments else None,
             has_factored_damping=self._has_factored_damping,
         )
+
+    def conditions(self, specs: Sequence[LayerSpec], damping: float | None) -> dict[str, float]:
+        """Return :meth:`KFAC.conditions` of the layers whose decompositions this rank keeps."""
+        has_new = self._store.received > self._judged
+        self._judged = self._store.received
+        if not has_new or self._adam is not None or self._method == IDENTITY:
+            return {}
+        found: dict[str, Tensor] = {}
+        for spec in filter(self._store.is_decomposed, specs):
+            if self._method != "inverse":
+                values = self._curvature(spec, damping)
+                found[spec.name] = (values.amax((-2, -1)) / values.amin((-2, -1))).max()
+            elif all((spec.name, factor) in self._store.factors for factor in spec.factors):
+                a, g = (self._condition(spec, side, damping) for side in FACTORS)
+                found[spec.name] = (a * g).max()
+        if not found:
+            return {}
+        # One copy from the device for all layers.
+        return dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
+
+    def _curvature(self, spec: LayerSpec, damping: float | None) -> Tensor:
+        """Return the eigenvalues by which :meth:`precondition` divides, [groups, g_dim, a_dim]."""
+        if spec.name in self._store.second_moments:
+            return linalg.damped_second_moments(self._store.second_moments[spec.name], damping)
+        a, g = (values_of(self._store.decomposition_of(spec, side)) for side in FACTORS)
+        return linalg.damped_eigenvalues(a, g, damping, factored=self._has_factored_damping)
+
+    def _condition(self, spec: LayerSpec, side: Factor, damping: float | None) -> Tensor:
+        """Return the condition number of a factor that was inverted with its damping, [groups]."""
+        largest = []
+        for factor in spec.factors_of(side):
+            key = spec.name, factor
+            inverse = self._store.decompositions[key]
+            assert isinstance(inverse, AnyInverse)
+            pair = self._store.factor(key), inverse.dense()
+            is_diagonal = spec.is_diagonal(factor)
+            largest.append(
+                [x.amax(-1) if is_diagonal else linalg.largest_eigenvalue(x) for x in pair]
+            )
+        top, inverse_top = (torch.stack(each).amax(0) for each in zip(*largest, strict=True))
+        return (top + self._damping(key, damping)) * inverse_top
 
     def _adam_step(
         self,

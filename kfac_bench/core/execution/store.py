@@ -35,12 +35,14 @@ class Store:
     ``second_moments``. With Adam in the eigenbasis it holds the ``adam`` moments of the layers that
     it is a gradient worker of. If ``state_dtype`` has two bytes, factors and decompositions are
     kept in it. The ``moment_weights`` are those of the second moments: 0 until one was measured.
+    ``received`` counts the calls of :meth:`receive`, so it tells that decompositions have changed.
     """
 
     def __init__(
         self, specs: Iterable[LayerSpec], method: str, state_dtype: torch.dtype = torch.float32
     ) -> None:
         self.method = method
+        self.received = 0
         self.half = state_dtype if state_dtype.itemsize < 4 else None
         self.factors: dict[FactorKey, ScaledMatrix] = {}
         self.weights: dict[FactorKey, Tensor] = {}
@@ -99,6 +101,7 @@ class Store:
 
     def receive(self, decompositions: Mapping[FactorKey, Decomposition]) -> None:
         """Store decompositions from another rank, in the precision in which they arrived."""
+        self.received += 1
         for key, new in decompositions.items():
             self._note_old_basis(key, new)
         self.decompositions.update(decompositions)

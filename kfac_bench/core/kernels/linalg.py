@@ -179,6 +179,22 @@ def relative_damping(mean_eigenvalue: Tensor) -> Tensor:
     return torch.where(mean_eigenvalue > 0, mean_eigenvalue, ones)
 
 
+def largest_eigenvalue(matrix: Tensor, rounds: int = 8) -> Tensor:
+    """Estimate the largest eigenvalue [...] of symmetric matrices [..., n, n], from below.
+
+    This is the power method. The matrices are positive semi-definite. Of a diagonal [groups, n] use
+    ``amax``.
+    """
+    # The column of the largest diagonal element: unlike other vectors, it cannot be orthogonal to
+    # all eigenvectors of large eigenvalues.
+    index = matrix.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
+    vector = matrix.take_along_dim(index, -1)
+    for _ in range(rounds):
+        vector = matrix @ torch.nn.functional.normalize(vector, dim=-2)
+    norm: Tensor = torch.linalg.vector_norm(vector, dim=(-2, -1))
+    return norm
+
+
 def rotate(x: Tensor, a: Tensor | Blocks | None, g: Tensor | Blocks | None) -> Tensor:
     """Return g^T x a of x [batch, g_dim, a_dim]. None stands for the identity."""
     # Not ``@``: bmm has less overhead, which counts in small layers.

@@ -21,6 +21,7 @@ from kfac_bench.record.events import (
     read,
 )
 from kfac_bench.record.own_files import write_own
+from kfac_bench.record.sinks.panels import SECTIONS
 from kfac_bench.record.sinks.view import AXES, FileView, ShownRun, metrics_of
 
 
@@ -127,6 +128,7 @@ class TensorboardSink(FileView):
         metric = {f"eval/{self._run.metric}": 0.0}  # TensorBoard reads the value from the scalars
         for summary in self._hparams(_hyperparameters(self._run.config), metric):
             self._writer.file_writer.add_summary(summary)
+        self._writer.add_custom_scalars(_layout())
 
     def _add_prediction(self, number: str, item: PredictedItem, step: int) -> None:
         if item["file"] is not None:
@@ -137,6 +139,19 @@ class TensorboardSink(FileView):
         # Markdown shows indented lines as they are.
         text = "\n".join(f"    {line}" for line in lines)
         self._writer.add_text(f"captions/{number}", text, step)
+
+
+def _layout() -> dict[str, dict[str, list[Any]]]:
+    """Return the panels for TensorBoard's page "Custom Scalars", by section and title."""
+    return {
+        section.name: {
+            # A name is a regular expression there. The page draws lines alone, over steps.
+            chart.title: ["Multiline", [chart.pattern or f"^{key}$" for key in chart.keys or ("",)]]
+            for chart in section.charts
+            if chart.kind in ("line", "area") and chart.x == "step" and not chart.by
+        }
+        for section in SECTIONS
+    }
 
 
 def _hyperparameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,6 +11,8 @@ name                            event          meaning
 ``train/loss``                  Trained        mean loss of the global batch
 ``train/lr``                    Trained        learning rate
 ``train/examples_per_s``        Trained        throughput since the previous Trained
+``train/step_mean_s``           Trained        mean seconds of a step since the last row
+``train/besides_kfac_s``        Trained        the part of it without K-FAC's stages
 ``train/epoch``                 Trained        epochs done
 ``train/data_wait_share``       Trained        time spent waiting for batches, of training time
 ``kfac/nu``                     Trained        factor of the limits of the step (1: none)
@@ -20,6 +22,8 @@ name                            event          meaning
 ``kfac/cosine/<layer>``         Trained        cosine of gradient and preconditioned gradient
 ``kfac/cosine_min``             Trained        smallest cosine of all layers
 ``kfac/cosine_median``          Trained        median cosine of all layers
+``kfac/condition/<layer>``      Trained        condition number of the damped curvature
+``kfac/condition_max``          Trained        largest condition number of all layers
 ``kfac/stage_s/<stage>``        Trained        seconds of one K-FAC stage of the step
 ``kfac/stage_mean_s/<stage>``   Trained        mean seconds of the steps since the last row
 ``memory/peak_bytes``           Trained        largest memory of a rank so far
@@ -141,6 +145,10 @@ def _trained(event: Trained) -> dict[str, float]:
         "train/examples_per_s": event.examples_per_s,
         "train/epoch": event.epoch,
     }
+    if event.step_mean_s is not None:
+        row["train/step_mean_s"] = event.step_mean_s
+        besides_kfac_s = event.step_mean_s - sum(event.stage_mean_s.values())
+        row["train/besides_kfac_s"] = max(0.0, besides_kfac_s)
     if event.data_wait_share is not None:
         row["train/data_wait_share"] = event.data_wait_share
     if event.peak_memory_bytes is not None:
@@ -153,5 +161,8 @@ def _trained(event: Trained) -> dict[str, float]:
         row |= {f"kfac/cosine/{layer}": value for layer, value in event.cosine.items()}
         row["kfac/cosine_min"] = min(event.cosine.values())
         row["kfac/cosine_median"] = statistics.median(event.cosine.values())
+    if event.condition:
+        row |= {f"kfac/condition/{layer}": value for layer, value in event.condition.items()}
+        row["kfac/condition_max"] = max(event.condition.values())
     row |= {f"kfac/stage_s/{stage}": value for stage, value in event.stage_s.items()}
     return row | {f"kfac/stage_mean_s/{kind}": value for kind, value in event.stage_mean_s.items()}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import numpy as np
 import pytest
 from PIL import Image
+from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 from tensorboard.summary.writer import event_file_writer
 
 from kfac_bench.errors import UsageError
@@ -22,6 +24,7 @@ from kfac_bench.record.events import (
     Trained,
 )
 from kfac_bench.record.sinks.file_views import TensorboardSink
+from kfac_bench.record.sinks.panels import SECTIONS
 from kfac_bench.record.sinks.view import ShownRun, metrics_of
 
 
@@ -39,6 +42,9 @@ def trained(step: int, loss: float) -> Trained:
         damping=0.03,
         failed_decompositions=2,
         dropped_statistics=0,
+        stage_mean_s={"Decompose": 0.1},
+        condition={"a.b": 30.0, "c": 4.0},
+        step_mean_s=0.25,
     )
 
 
@@ -67,7 +73,13 @@ def test_names_are_the_documented_ones():
         "kfac/cosine/d": 0.5,
         "kfac/cosine_min": 0.25,
         "kfac/cosine_median": 0.5,
+        "kfac/condition/a.b": 30.0,
+        "kfac/condition/c": 4.0,
+        "kfac/condition_max": 30.0,
         "kfac/stage_s/factors": 0.01,
+        "kfac/stage_mean_s/Decompose": 0.1,
+        "train/step_mean_s": 0.25,
+        "train/besides_kfac_s": 0.15,
     }
     without_kfac = metrics_of(Trained(1, 1.0, 1.0, 1.0, 1.0, 1.0))
     assert not [name for name in without_kfac if name.startswith("kfac")]
@@ -165,11 +177,36 @@ def test_predictions_are_read_back(tmp_path):
     texts = {
         tag: reader.Tensors(tag)[0].tensor_proto.string_val[0].decode()
         for tag in reader.Tags()["tensors"]
+        if tag.startswith("captions")
     }
     assert texts == {
         "captions/00/text_summary": "    wrong: *8*",
         "captions/01/text_summary": "    b\n    <b>?\n    yes",
     }
+
+
+def test_the_panels_are_those_of_the_dashboard_and_find_their_scalars(tmp_path):
+    sink = TensorboardSink(ShownRun(tmp_path))
+    sink.write(trained(1, 3.0))
+    sink.write(Evaluated(1, 1.0, 0.5, {"accuracy": 0.9}))
+    sink.close()
+    reader = reader_of(tmp_path)
+    [stored] = reader.Tensors(metadata.CONFIG_SUMMARY_TAG)
+    layout = layout_pb2.Layout.FromString(stored.tensor_proto.string_val[0])
+    charts = {chart.title: chart.multiline.tag for part in layout.category for chart in part.chart}
+    shown = {chart.title for section in SECTIONS for chart in section.charts}
+    assert charts.keys() <= shown
+    found = {
+        title: [
+            tag for tag in reader.Tags()["scalars"] if any(re.match(each, tag) for each in tags)
+        ]
+        for title, tags in charts.items()
+    }
+    assert found["validation"] == ["eval/accuracy"]
+    assert found["nu"] == ["kfac/nu"]
+    assert sorted(found["cosine by layer"]) == [f"kfac/cosine/{x}" for x in ("a.b", "c", "d")]
+    stages = ["kfac/stage_mean_s/Decompose", "train/besides_kfac_s"]
+    assert sorted(found["time of a step, by stage"]) == stages
 
 
 def test_a_resume_hides_the_scalars_that_it_made_void(tmp_path):

@@ -1,33 +1,37 @@
-"""The content of the dashboard as data: sections of charts of the metrics that runs log.
+"""The panels of runs as data: sections of charts of the metrics that runs log.
 
-:mod:`kfac_bench.record.sinks.view` names the metrics, and a test compares the names. This file
-does not depend on W&B. Go and JavaScript must both understand its patterns.
+W&B's workspace, TensorBoard's page "Custom Scalars" and the HTML page of ``kfac-bench compare``
+show these panels under the same names. :mod:`kfac_bench.record.sinks.view` names the metrics, and a
+test compares the names. This file does not depend on W&B. Go and JavaScript must both understand
+its patterns.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["line", "area", "bar", "scatter", "media", "text"]
+Kind = Literal["line", "area", "bar", "scatter", "options", "media"]
 
 WORLD_SIZE = "environment.world_size"
 """Key of the number of ranks in W&B's config of a run."""
 GROUPS = ("model.name", "optimizer.name", "kfac.enabled")
 """Options by which runs are grouped. The seeds of a setting are one line with its range."""
-STAGES = (
-    "ComputeFactor",
-    "ComputeSecondMoment",
-    "ReduceScales",
-    "ReduceFactors",
-    "ReduceSecondMoments",
-    "Decompose",
-    "ShareDecompositions",
-    "GatherGradients",
-    "Precondition",
-    "ReduceProducts",
-    "ShareGradients",
-    "WriteBack",
-)
-"""Kinds of op, in the order in which a step runs them."""
+OPTIONS = ("optimizer.name", "optimizer.lr", "kfac.enabled", "kfac.damping", "kfac.update_freq")
+"""Options of a panel that has a line for each run through its options and its result."""
+STAGES = {
+    "statistics": ("ComputeFactor", "ComputeSecondMoment"),
+    "decompositions": ("Decompose",),
+    "preconditioning": ("Precondition", "WriteBack"),
+    "communication": (
+        "ReduceScales",
+        "ReduceFactors",
+        "ReduceSecondMoments",
+        "ShareDecompositions",
+        "GatherGradients",
+        "ReduceProducts",
+        "ShareGradients",
+    ),
+}
+"""The stages of K-FAC's step, each with its kinds of op."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Chart:
     """One panel.
 
     A line or an area is drawn over ``x``. A bar shows a run's last value. A scatter plot has the
-    option ``x`` and one key.
+    option ``x`` and one key. The kind ``options`` has :data:`OPTIONS` and one key.
     """
 
     title: str
@@ -64,11 +68,21 @@ def _over(x: str, *charts: Chart) -> tuple[Chart, ...]:
     return tuple(Chart(**{**vars(chart), "x": x}) for chart in charts)
 
 
-_MEAN = r"kfac/stage_mean_s/.+"
+_STAGE_MEANS = tuple(f"kfac/stage_mean_s/{op}" for ops in STAGES.values() for op in ops)
 _CURVES = (
     Chart("validation", "line", pattern=r"eval/.+"),
     Chart("training loss", "line", ("train/loss",), log=True),
 )
+
+CURVES = (
+    Chart("learning rate", "line", ("train/lr",), x="step"),
+    Chart("nu", "line", ("kfac/nu",), x="step", log=True),
+    Chart("cosine, median of layers", "line", ("kfac/cosine_median",), x="step"),
+    Chart("cosine, smallest of layers", "line", ("kfac/cosine_min",), x="step"),
+    Chart("condition, largest of layers", "line", ("kfac/condition_max",), x="step", log=True),
+    Chart("damping", "line", ("kfac/damping",), x="step", log=True),
+)
+"""Panels that the HTML page also has."""
 
 SECTIONS = (
     ChartSection(
@@ -79,6 +93,7 @@ SECTIONS = (
             Chart("seconds to target", "bar", ("target/time_to_target_s",), unit="s"),
             Chart("steps to target", "bar", ("target/steps_to_target",), unit="steps"),
             Chart("metric when the target was met", "bar", ("target/value",)),
+            Chart("options and seconds to target", "options", ("target/time_to_target_s",)),
         ),
     ),
     ChartSection(
@@ -91,38 +106,40 @@ SECTIONS = (
         "What each update achieves, however long it takes.",
         (
             *_over("step", *_CURVES),
-            Chart("learning rate", "line", ("train/lr",), x="step"),
+            CURVES[0],
         ),
     ),
     ChartSection(
-        "Clip and angles",
+        "Limits, angles and conditions",
         "nu is the factor by which the limits shrink a step (1: not at all). The cosine is taken "
         "between a layer's gradient and its preconditioned gradient (1: K-FAC changes nothing in "
-        "this layer).",
+        "this layer). The condition number is the ratio of the largest to the smallest eigenvalue "
+        "that K-FAC inverts.",
         (
-            Chart("nu", "line", ("kfac/nu",), x="step", log=True),
-            Chart("cosine, median of layers", "line", ("kfac/cosine_median",), x="step"),
-            Chart("cosine, smallest of layers", "line", ("kfac/cosine_min",), x="step"),
+            *CURVES[1:5],
             Chart("cosine by layer", "line", pattern=r"kfac/cosine/.+", x="step"),
+            Chart("condition by layer", "line", pattern=r"kfac/condition/.+", x="step", log=True),
         ),
     ),
     ChartSection(
         "Damping",
         "The damping of the next step. It changes if it is adaptive, or at the epochs of "
         "kfac.damping_decay_epochs.",
-        (Chart("damping", "line", ("kfac/damping",), x="step", log=True),),
+        (CURVES[5],),
     ),
     ChartSection(
-        "Stages of a K-FAC step",
+        "Time of a step",
         "Means over steps and ranks. The time of a rare stage is spread over all steps.",
         (
-            Chart("stages, mean of a step", "area", pattern=_MEAN, x="step", unit="s"),
             Chart(
-                "stages, last mean",
-                "bar",
-                tuple(f"kfac/stage_mean_s/{s}" for s in STAGES),
+                "time of a step, by stage",
+                "area",
+                ("train/besides_kfac_s", *_STAGE_MEANS),
+                x="step",
                 unit="s",
             ),
+            Chart("seconds per step", "line", ("train/step_mean_s",), x="step", unit="s"),
+            Chart("stages, last mean", "bar", _STAGE_MEANS, unit="s"),
             Chart("stages of the step", "line", pattern=r"kfac/stage_s/.+", x="step", unit="s"),
         ),
     ),

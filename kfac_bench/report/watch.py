@@ -1,0 +1,60 @@
+"""The page of runs that go on, written again while they train."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kfac_bench.errors import UsageError
+from kfac_bench.output import counted
+from kfac_bench.record.runs import find
+from kfac_bench.report import compare
+
+EVERY_S = 10
+"""Seconds between two looks at the event files, and between two loads of the page in a browser."""
+
+
+def watch(
+    paths: Sequence[Path],
+    html_path: Path,
+    say: Callable[[str], None],
+    wait: Callable[[float], None] = time.sleep,
+) -> None:
+    """Write the page of the runs each time that an event file has changed, until all have ended.
+
+    A browser loads the page again by itself. Ctrl-C ends the watch, too. A killed run never ends.
+
+    Args:
+        paths: Run directories, event files, or folders of runs, which may get more runs.
+        html_path: Where the HTML page goes.
+        say: Prints a line.
+        wait: Waits for so many seconds.
+
+    Raises:
+        UsageError: As :func:`compare`.
+    """
+    seen: dict[Path, int] = {}
+    try:
+        while True:
+            if (sizes := _sizes(paths)) != seen or not seen:
+                seen = sizes
+                settings = compare(paths, html_path, refresh_s=EVERY_S).settings
+                runs = [run for setting in settings for run in setting.runs]
+                left = sum(run.ended is None for run in runs)
+                if not left:
+                    return
+                say(f"{html_path}: {left} of {counted(len(runs), 'run')} not ended (Ctrl-C stops)")
+            wait(EVERY_S)
+    except KeyboardInterrupt:
+        say("stopped: the page stays as it is")
+
+
+def _sizes(paths: Sequence[Path]) -> dict[Path, int]:
+    """Return the size of each event file. A file may vanish meanwhile."""
+    sizes: dict[Path, int] = {}
+    for path in paths:
+        try:
+            sizes |= {file: os.stat(file).st_size for file in find(path)}
+        except (OSError, UsageError):
+            continue  # compare() says what is wrong
+    return sizes

@@ -1,0 +1,102 @@
+"""kfac-bench compare --watch: the page follows runs that go on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kfac_bench import cli
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import Evaluated
+from kfac_bench.report import watch as watching
+from kfac_bench.report.watch import EVERY_S, watch
+from tests.support.written_runs import write_run
+
+REFRESH = f'<meta http-equiv="refresh" content="{EVERY_S}">'
+
+
+def unended(folder: Path, **more: object) -> tuple[Path, str]:
+    """Write a run without its last event, and return its event file and that event."""
+    file = write_run(folder, **more) / "events.jsonl"
+    *lines, last = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines))
+    return file, last
+
+
+def append(file: Path, text: str) -> None:
+    with file.open("a") as stream:
+        stream.write(text)
+
+
+def never(seconds: float) -> None:
+    pytest.fail("waits")
+
+
+def test_the_page_is_written_when_a_file_grows_until_all_runs_have_ended(tmp_path: Path) -> None:
+    runs, page = tmp_path / "runs", tmp_path / "page.html"
+    file, last = unended(runs / "sgd", target=None)
+    write_run(runs / "kfac", kfac=True, target=None)
+    evaluated = {"step": 40, "train_s": 9.0, "epoch": 1.0, "metrics": {"accuracy": 0.4321}}
+    assert Evaluated(**evaluated)
+    line = json.dumps({"event": "Evaluated"} | evaluated)
+    late: list[str] = []
+
+    def nothing_new() -> None:
+        page.write_text("not written again")
+
+    def half_a_line() -> None:
+        assert page.read_text() == "not written again"
+        append(file, line[:20])
+
+    def the_rest() -> None:
+        assert REFRESH in page.read_text()
+        assert "0.4321" not in page.read_text()
+        append(file, line[20:] + "\n")
+
+    def one_more_run() -> None:
+        assert "0.4321" in page.read_text()
+        late.extend(map(str, unended(runs / "adam", optimizer="adam", target=None)))
+
+    def the_ends() -> None:
+        assert "Adam" in page.read_text()
+        append(file, last)
+        append(Path(late[0]), late[1])
+
+    steps = iter([nothing_new, half_a_line, the_rest, one_more_run, the_ends])
+    said: list[str] = []
+    watch([runs], page, said.append, lambda seconds: next(steps)())
+    assert next(steps, None) is None
+    assert said[0] == f"{page}: 1 of 2 runs not ended (Ctrl-C stops)"
+    assert said[-1] == f"{page}: 2 of 3 runs not ended (Ctrl-C stops)"
+
+
+def test_ctrl_c_ends_the_watch_and_leaves_a_page_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watching.watch, "__defaults__", (interrupt,))
+    unended(tmp_path / "run")
+    page = tmp_path / "page.html"
+    with pytest.raises(SystemExit) as ended:
+        cli.bench(["compare", str(tmp_path / "run"), "--watch", "--html", str(page)])
+    assert not ended.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "stopped: the page stays as it is"
+    assert 'http-equiv="refresh"' not in page.read_text()
+
+
+def test_runs_that_have_ended_are_not_watched(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    said: list[str] = []
+    watch([tmp_path / "run"], tmp_path / "page.html", said.append, never)
+    assert said == []
+
+
+def test_a_page_without_a_folder_or_a_folder_without_runs_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no runs here"):
+        watch([tmp_path], tmp_path / "page.html", print, never)
+    write_run(tmp_path / "run")
+    with pytest.raises(UsageError, match="create it first"):
+        watch([tmp_path], tmp_path / "absent" / "page.html", print, never)
