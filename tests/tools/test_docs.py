@@ -20,7 +20,6 @@ from kfac_bench.cli.data_command import build_parser as data_parser
 from kfac_bench.cli.plan_command import plan_parser
 from kfac_bench.config import compose, option_help
 from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS
-from kfac_bench.core import KFAC
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from kfac_bench.record import events
 from scripts import docs_site
