@@ -5,6 +5,7 @@ there could change the terminal's title, hide lines or answer questions of the s
 characters are shown as escapes, for example ``\x1b``.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import TextIO
@@ -23,6 +24,12 @@ def shown(line: str, stream: TextIO) -> str:
     """Return a line without control characters, in characters that the stream can show."""
     encoding = stream.encoding or "utf-8"
     return printable(line).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Return whether the stream is a terminal that can draw a line again."""
+    # An editor's terminal (TERM=dumb) cannot move the cursor.
+    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 
 def counted(number: int, noun: str, *, none: str = "0", plural: str | None = None) -> str:

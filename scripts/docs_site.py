@@ -72,7 +72,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Show a Sphinx role of a docstring, such as ``:meth:`step```, as code."""
+    """Show Sphinx's markup of a docstring: ``:meth:`step``` as code, and ``::`` as a colon."""
+    html = html.replace("::</p>", ":</p>")
     return _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", html)
 
 
@@ -149,8 +150,8 @@ def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argument
 
 
 def _help(parser: argparse.ArgumentParser) -> str:
-    # A fixed width: argparse would use that of the terminal.
-    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100)
+    # The width of the text beside both menus; argparse would use that of the terminal.
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=78)
     return _text(parser.format_help())
 
 
@@ -325,9 +326,10 @@ def _cell(text: str) -> str:
 
 
 def _notebook(path: Path) -> str:
-    """Return a notebook as a page: its texts, and its code in blocks."""
+    """Return a notebook as a page: its texts, and its code and what the code prints in blocks."""
     parts = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += [_text("".join(output["text"])) for output in cell.get("outputs", ())]
     return "\n\n".join([*parts, f"[Download this page as a notebook]({path.name})."]) + "\n"

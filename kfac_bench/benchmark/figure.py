@@ -34,7 +34,10 @@ from kfac_bench.report.figure_style import (
     INK,
     PALETTE,
     REST,
+    EndLabel,
+    label_ends,
     our_look,
+    say_cut,
     to_svg,
     use_powers_of_two,
 )
@@ -42,6 +45,8 @@ from kfac_bench.report.figure_style import (
 _HATCH = "////"
 _RANGE = "published range"
 """A kind of numbers that is drawn as a band instead of a bar."""
+_LINES_PT = 150.0
+"""Approximate height of a panel of lines, in points."""
 _LETTERS_PER_IN, _TITLE_LINE_IN = 12.0, 0.18
 """Letters in an inch of the title, and the height of one of its lines."""
 
@@ -81,7 +86,10 @@ def svg(benchmark: Benchmark, lines: Sequence[Line], ran: str = "") -> str | Non
         for (subject, kinds), in_row in zip(rows.items(), panels, strict=True):
             _draw_row([*in_row], benchmark, mine, subject, kinds)
         figure.legend(
-            handles=[*_colour_legend(spec, colours), *_kind_legend(benchmark, spec, mine)],
+            handles=[
+                *(() if spec.lines else _colour_legend(spec, colours)),
+                *_kind_legend(benchmark, spec, mine),
+            ],
             loc="outside lower center",
             ncols=math.ceil(width / 2.3),
             frameon=False,
@@ -101,21 +109,25 @@ def _draw_row(
     colours = _values(benchmark, spec.colour, lines)
     unit = next((line.unit for line in lines if line.unit), "")
     lines = _of_kinds(lines, kinds)
-    draw = _lines if spec.lines else _bars
     groups = _groups(spec, lines)
     for axes in panels[len(groups) :]:
         axes.set_visible(False)
     for axes, group in zip(panels, groups, strict=False):
         of_group = [line for line in lines if _panel(spec, line) == group]
-        draw(axes, of_group, spec, _values(benchmark, spec.x, of_group), colours, kinds)
+        xs = _values(benchmark, spec.x, of_group)
+        if spec.lines:
+            ends = _lines(axes, of_group, spec, xs, colours, kinds)
+            _scale_lines(axes, _drawn(lines, kinds))
+            label_ends(axes, ends, _LINES_PT)
+        else:
+            _bars(axes, of_group, spec, xs, colours, kinds)
         words = [subject, " ".join(value for _, value in group)]
         axes.set_title(": ".join(filter(None, words)), loc="left")
-    # The numbers of all panels decide the range of their axes.
-    tops = _drawn(lines, kinds)
+    if not spec.lines:  # The numbers of all panels decide the range of their axes.
+        _scale(panels[0], _drawn(lines, kinds))
     name = spec.quantities[0] if len(spec.quantities) == 1 else ""
     label = f"{name} ({unit})" if unit and name not in ("", unit) else name or unit
     for axes in panels if spec.lines else panels[:1]:
-        (_scale_lines if spec.lines else _scale)(axes, tops)
         axes.set_ylabel(label)
 
 
@@ -132,7 +144,9 @@ def _rows(lines: Sequence[Line], ran: str) -> dict[str, Sequence[str]]:
 
 def _title(benchmark: Benchmark, lines: Sequence[Line], ran: str, width_in: float) -> str:
     letters = int(_LETTERS_PER_IN * width_in)
-    parts = figure_finding(benchmark, lines, ran), benchmark.title
+    parts = [figure_finding(benchmark, lines, ran), benchmark.title]
+    if benchmark.figure is not None and benchmark.figure.lines and parts[0]:
+        parts.pop()  # The panels of lines name their subjects.
     return "\n".join(textwrap.fill(part, letters) for part in parts if part)
 
 
@@ -240,7 +254,7 @@ def _scale(axes: Axes, heights: Sequence[float]) -> None:
     if high < 1.6 * low:
         span = max(high - low, 0.02 * high)
         axes.set_ylim(low - 1.2 * span, high + 0.4 * span)
-        _say_cut(axes)
+        say_cut(axes)
     elif high > 300 * low:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -251,13 +265,7 @@ def _scale_lines(axes: Axes, heights: Sequence[float]) -> None:
     low, high = min(heights, default=0.0), max(heights, default=1.0)
     margin = 0.08 * max(high - low, 0.02 * high)
     axes.set_ylim(max(0.0, low - margin), high + margin)
-    if low > margin:
-        _say_cut(axes)
-
-
-def _say_cut(axes: Axes) -> None:
-    where: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
-    axes.annotate("axis cut", (0, 0), (4, 3), fontsize=8, **where)
+    say_cut(axes)
 
 
 def _lines(
@@ -267,7 +275,9 @@ def _lines(
     xs: Sequence[str],
     colours: Sequence[str],
     kinds: Sequence[str],
-) -> None:
+) -> list[EndLabel]:
+    """Draw the lines; return a label for the end of each one."""
+    ends: list[EndLabel] = []
     for i, name in enumerate(colours):
         mine = [line for line in lines if value_on(spec.colour, line) == name]
         paint = PALETTE[i % len(PALETTE)]
@@ -285,12 +295,15 @@ def _lines(
             if not points:
                 continue
             (drawn,) = axes.plot(*zip(*points, strict=True), color=paint, marker=marker)
+            if name not in [end.text for end in ends]:
+                ends.append(EndLabel(points[-1][1], name, paint))
             if kind == "computed":
                 # Dashes of lines that lie on one another fall into the gaps of the others.
                 drawn.set_linestyle((3.0 * i, (3.0, 3.0 * (len(colours) - 1) or 2.0)))
             elif kind == "published":
                 drawn.set(linestyle="none", markeredgecolor=INK, markersize=8, zorder=4)
     use_powers_of_two(axes, spec.x, [int(x) for x in xs], str)
+    return ends
 
 
 def _wrapped(words: str) -> str:

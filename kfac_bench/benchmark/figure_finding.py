@@ -74,6 +74,8 @@ def figure_finding(benchmark: Benchmark, lines: Sequence[Line], ran: str = "") -
         comparisons = _comparisons(benchmark, spec, lines, kind)
         if not comparisons:
             continue
+        if found:  # One example is enough: that of the published numbers.
+            found = [found[0].partition(" (")[0]]
         with_what = f" with {plain(ran)}" if ran and kind == "measured" else ""
         said = _largest_quantity if len(spec.quantities) > 1 else _best
         head = _kind(benchmark, comparisons, kind)

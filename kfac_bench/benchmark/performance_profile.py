@@ -22,12 +22,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MultipleLocator
-from matplotlib.transforms import ScaledTranslation
 
 from kfac_bench.output import listed
 from kfac_bench.record.runs import Setting, option, plain, target
 from kfac_bench.record.score import bootstrap_median, steps_to_target, time_to_target_s
-from kfac_bench.report.figure_style import PALETTE, REST, EndLabel, label_ends, our_look, to_svg
+from kfac_bench.report.figure_style import (
+    PALETTE,
+    REST,
+    EndLabel,
+    dash_all_but_first,
+    label_ends,
+    our_look,
+    to_svg,
+)
 from kfac_bench.report.tables import Table, Value
 
 TAU_MAX = 4.0
@@ -170,8 +177,6 @@ def times_table(settings: Sequence[Setting]) -> Table:
 
 
 _WIDTH_IN, _HEIGHT_IN, _AXES_PT = 6.4, 3.9, 190.0
-_APART_PT = 1.9
-"""Points between lines of equal height, which would hide each other."""
 
 
 def profile_svg(times: Times, unit: str = "time") -> str:
@@ -197,13 +202,13 @@ def profile_svg(times: Times, unit: str = "time") -> str:
             axes.add_line(_line(drawn[name], REST, width=1.0))
         ends = []
         for i, name in enumerate(best):
-            shift_pt = _APART_PT * ((len(best) - 1) / 2 - i)
             line = _line(drawn[name], PALETTE[i], width=1.8)
+            # Lines of equal height would hide each other.
+            dash_all_but_first(line, i)
             axes.add_line(line)
-            shift = ScaledTranslation(0, shift_pt / 72, figure.dpi_scale_trans)
-            line.set_transform(axes.transData + shift)
-            ends.append(EndLabel(_share_at_end(drawn[name]), labels[name], PALETTE[i], shift_pt))
-        label_ends(axes, ends, _AXES_PT)
+            ends.append(EndLabel(_share_at_end(drawn[name]), labels[name], PALETTE[i]))
+        # Labels of one height keep their order, and the best one belongs on top.
+        label_ends(axes, ends[::-1], _AXES_PT)
         if rest:
             others = f"Grey: {', '.join(labels[name] for name in rest)}"
             figure.supxlabel(textwrap.fill(others, 90), x=0.01, ha="left", fontsize=8)
@@ -234,8 +239,7 @@ def _name(optimizer: str) -> str:
 
 def _prepare(axes: Axes, tasks: int, unit: str) -> None:
     axes.set_xlim(1.0, TAU_MAX)
-    # The margins leave room for the lines that are drawn beside their true share.
-    axes.set_ylim(-0.04, 1.04)
+    axes.set_ylim(0.0, 1.0)
     axes.yaxis.set_major_locator(MultipleLocator(0.2))
     axes.xaxis.set_major_locator(MultipleLocator(0.5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
@@ -250,7 +254,8 @@ def _line(profile: Profile, colour: str, width: float) -> Line2D:
         if tau <= TAU_MAX:
             xs += [tau, tau]
             ys += [ys[-1], share]
-    return Line2D([*xs, TAU_MAX], [*ys, ys[-1]], color=colour, linewidth=width)
+    # Without clipping, a line at 0 or 1 has its whole width.
+    return Line2D([*xs, TAU_MAX], [*ys, ys[-1]], color=colour, linewidth=width, clip_on=False)
 
 
 def _share_at_end(profile: Profile) -> float:

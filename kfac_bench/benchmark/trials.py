@@ -27,11 +27,6 @@ PATIENCE_S = 60.0
 """Seconds to wait for a run that outlives a killed command. The run saves and ends by itself."""
 
 
-def shown_settings(settings: Mapping[str, Any]) -> str:
-    """Return the values of a trial as text, without the choices of groups."""
-    return " ".join(f"{k}={v}" for k, v in settings.items() if "." in k)
-
-
 def shown_s(time_s: float) -> str:
     """Return the seconds to target as text; ``missed`` if they are infinite."""
     return "missed" if math.isinf(time_s) else f"{time_s:.2f} s"
@@ -145,12 +140,17 @@ class TrialResult:
         """Read the whole run from its directory; None if it died before its first event."""
         return load(self.path) if self.path else None
 
-    def __str__(self) -> str:
-        shown = shown_settings(self.settings)
+    @property
+    def outcome(self) -> str:
+        """The seconds to the target, or the reason why the target was missed."""
         if math.isfinite(self.time_s):
-            return f"{shown}: {self.time_s:.3g} s to the target"
+            return f"{self.time_s:.3g} s to the target"
         why = f" ({self.reason})" if self.reason else ""
-        return f"{shown}: not reached in {self.train_s:.3g} s{why}"
+        return f"not reached in {self.train_s:.3g} s{why}"
+
+    def __str__(self) -> str:
+        shown = " ".join(f"{k}={v}" for k, v in self.settings.items() if "." in k)
+        return f"{shown}: {self.outcome}"
 
 
 def rank(run: Run) -> tuple[float, float]:

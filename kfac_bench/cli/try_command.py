@@ -171,6 +171,7 @@ def _check_words(words: list[str], chosen: set[str]) -> None:
 
 def _study(asked: Asked, question: Question, path: Path, *, is_quick: bool) -> int:
     from kfac_bench.benchmark.own_problem import answer, study
+    from kfac_bench.benchmark.own_problem.leaderboard import Leaderboard
     from kfac_bench.benchmark.own_problem.study_plan import StudyFolder
 
     look = "a quick look of" if is_quick else "a study of"
@@ -179,7 +180,8 @@ def _study(asked: Asked, question: Question, path: Path, *, is_quick: bool) -> i
     folder = StudyFolder(path, question)
     with folder.locked():
         try:
-            found = study.run(asked, folder, say)
+            with Leaderboard(asked) as board:
+                found = study.run(asked, folder, board)
         except UsageError:
             folder.remove_if_empty()
             raise

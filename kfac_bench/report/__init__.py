@@ -14,6 +14,7 @@ from kfac_bench.report.curves import curves_svg as curves_svg
 from kfac_bench.report.curves import figure_svg as figure_svg
 from kfac_bench.report.page import TITLE
 from kfac_bench.report.page import html as html
+from kfac_bench.report.page_parts import VerdictPage
 from kfac_bench.report.tables import COLUMNS as COLUMNS
 from kfac_bench.report.tables import Table
 from kfac_bench.report.tables import between as between
@@ -31,7 +32,7 @@ def compare(
     html_path: Path | None = None,
     tables: Sequence[Table] = (),
     title: str = TITLE,
-    verdict: str = "",
+    verdict: VerdictPage | None = None,
     refresh_s: int | None = None,
 ) -> Comparison:
     """Read the runs and write their page.
@@ -39,9 +40,9 @@ def compare(
     Args:
         paths: Run directories, event files, or folders of runs.
         html_path: Where the HTML page goes; None: no page.
-        tables: Tables to show on the page above the results of the runs.
+        tables: Tables to show on the page above the results of the runs, or below a verdict.
         title: The title of the page.
-        verdict: Lines of text that the page shows first.
+        verdict: The verdict that the page shows first.
         refresh_s: Seconds after which a browser loads the page again; None: never.
 
     Raises:

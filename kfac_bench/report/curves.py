@@ -12,7 +12,7 @@ from itertools import groupby
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kfac_bench.record.runs import Run, Setting, number, plain, target
+from kfac_bench.record.runs import Run, Setting, clock, number, plain, target
 from kfac_bench.record.score import (
     HUGE,
     drawable,
@@ -27,6 +27,7 @@ from kfac_bench.report.figure_style import (
     INK,
     Style,
     our_look,
+    say_cut,
     style_of,
     to_svg,
     use_log_heights,
@@ -99,9 +100,11 @@ def figure_svg(settings: Sequence[Setting]) -> str:
 
 
 def _title(task: str, settings: Sequence[Setting]) -> str:
-    """Return the title of a panel: what it shows, and below it the task."""
-    lines = [finding(settings), plain(task)]
-    return "\n".join(textwrap.fill(line, _TITLE_LETTERS) for line in lines if line)
+    """Return the title of a panel: the task, and what the panel shows."""
+    found = finding(settings)
+    # The finding names the target, which is the last part of the task.
+    words = f"{plain(task).rpartition(', ')[0] or plain(task)}: {found}" if found else plain(task)
+    return textwrap.fill(words, _TITLE_LETTERS)
 
 
 def _draw(axes: Axes, settings: Sequence[Setting], panel: Panel, drawn: dict[str, Style]) -> None:
@@ -116,7 +119,8 @@ def _draw(axes: Axes, settings: Sequence[Setting], panel: Panel, drawn: dict[str
             curves.append(_draw_run(axes, run, panel, style, bold=run is middle))
     heights = [y for curve in curves for y in curve]
     goals: list[float] = []
-    axes.set_xlabel("training time (seconds)" if panel.seconds else "training steps")
+    time = "processor time" if clock(settings[0].runs[0]) == "cpu" else "training time"
+    axes.set_xlabel(f"{time} (seconds)" if panel.seconds else "training steps")
     axes.set_ylabel("training loss")
     if panel.metric:
         axes.set_ylabel(f"validation {plain(started.metric)}".replace("_", " "))
@@ -134,6 +138,7 @@ def _draw(axes: Axes, settings: Sequence[Setting], panel: Panel, drawn: dict[str
     shown = [y for y in heights if (y >= worst if better_up else y <= worst)]
     if len(shown) < len(heights):
         _fit(axes, min(shown + goals), max(shown + goals))
+    say_cut(axes)
 
 
 def _fit(axes: Axes, low: float, high: float) -> None:

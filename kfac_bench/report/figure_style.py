@@ -111,6 +111,14 @@ def use_powers_of_two(
     axes.xaxis.set_minor_locator(NullLocator())
 
 
+def say_cut(axes: Axes) -> None:
+    """Say where the y axis begins, if it begins far above zero. Its limits must be final."""
+    low, high = axes.get_ylim()
+    if axes.get_yscale() == "linear" and low > 0.1 * (high - low):
+        where: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        axes.annotate(f"axis from {low:.3g}", (0, 0), (4, 3), fontsize=8, **where)
+
+
 @contextmanager
 def our_look() -> Iterator[None]:
     """Draw with the look of this package, whatever the user's matplotlibrc says."""
@@ -161,8 +169,6 @@ class EndLabel:
     height: float
     text: str
     colour: str
-    shift_pt: float = 0.0
-    """Distance of the drawn line above its data, in points."""
 
 
 def label_ends(axes: Axes, labels: Sequence[EndLabel], axes_height_pt: float) -> None:
@@ -173,10 +179,7 @@ def label_ends(axes: Axes, labels: Sequence[EndLabel], axes_height_pt: float) ->
     """
     axes.set_ylim(axes.get_ylim())
     to_axes = axes.transData + axes.transAxes.inverted()
-    ends = [
-        (float(to_axes.transform((1.0, label.height))[1]) + label.shift_pt / axes_height_pt, label)
-        for label in labels
-    ]
+    ends = [(float(to_axes.transform((1.0, label.height))[1]), label) for label in labels]
     ends.sort(key=lambda end: end[0])
     places = spread([height for height, _ in ends], _BETWEEN_PT / axes_height_pt)
     for (height, label), place in zip(ends, places, strict=True):

@@ -30,12 +30,14 @@ from kfac_bench.report.page_parts import (
     Album,
     HtmlCell,
     HtmlTable,
+    VerdictPage,
     cell,
     chart,
     content_hash,
     embed,
     link_from,
     most_points,
+    time_bars,
     to_html_table,
 )
 from kfac_bench.report.tables import DASH, Table, between, count, metric, seconds
@@ -50,7 +52,7 @@ from kfac_bench.report.training_numbers import (
 TITLE = "Time to target"
 WITHOUT_TARGET = "Comparison of runs"
 TEMPLATE = "report/page.html.jinja"
-SCRIPTS = ("axes.js", "chart.js", "cursor.js", "tables.js")
+SCRIPTS = ("axes.js", "chart.js", "cursor.js", "copy.js", "tables.js")
 
 
 def html(
@@ -58,10 +60,10 @@ def html(
     title: str = TITLE,
     tables: Sequence[Table] = (),
     folder: Path | None = None,
-    verdict: str = "",
+    verdict: VerdictPage | None = None,
     refresh_s: int | None = None,
 ) -> str:
-    """Return the page of a comparison, with ``verdict`` and ``tables`` above its results.
+    """Return the page of a comparison, with ``tables`` above its results, or below a verdict.
 
     ``folder`` (resolved) is where the page will be: links to event files are relative to it.
     Without a folder the page shows paths instead of links. After ``refresh_s`` seconds a browser
@@ -76,7 +78,7 @@ def html(
     has_target = any(row.has_target for row in comparison.rows)
     return _template().render(
         title=WITHOUT_TARGET if title == TITLE and not has_target else plain(title),
-        verdict=[plain(line) for line in verdict.splitlines()],
+        verdict=None if verdict is None else _verdict(verdict, styles(settings)),
         version=__version__,
         run_count=len(environments),
         has_target=has_target,
@@ -127,6 +129,18 @@ def _tasks(
         }
         tasks.append(task | _options(settings))
     return tasks
+
+
+def _verdict(verdict: VerdictPage, drawn: dict[str, Style]) -> dict[str, Any]:
+    """Return the values of a verdict for the template."""
+    return {
+        "headline": plain(verdict.headline),
+        "goal": plain(verdict.goal),
+        "bars": time_bars(verdict.bars, drawn),
+        "remarks": [plain(remark) for remark in verdict.remarks],
+        "code_head": plain(verdict.code_head),
+        "code": "\n".join(plain(line) for line in verdict.code.splitlines()),
+    }
 
 
 def _template() -> jinja2.Template:

@@ -212,6 +212,50 @@ def _leads_on(href: str) -> bool:
     return re.fullmatch(r"(https?://|(?!//))[^:\\\s\x00-\x20]+", href) is not None
 
 
+@dataclass(frozen=True)
+class TimeBar:
+    """An optimizer's time to the target, on the page of ``kfac-bench try``."""
+
+    name: str
+    words: str
+    """The time with its interval, or the reason why there is none."""
+    times_s: Sequence[float] = ()
+    """Median, low and high end in seconds, inf beyond the limit; empty: not run on fresh seeds."""
+
+
+@dataclass(frozen=True)
+class VerdictPage:
+    """The parts of a page that ``kfac-bench try`` puts above the curves."""
+
+    headline: str
+    goal: str
+    bars: Sequence[TimeBar]
+    remarks: Sequence[str]
+    code_head: str
+    code: str
+    """Lines for the user's script."""
+
+
+def time_bars(bars: Sequence[TimeBar], drawn: Mapping[str, Style]) -> list[dict[str, Any]]:
+    """Return each bar with the style of its curve and its times in percent of the longest time.
+
+    A time beyond the limit is None: its bar has no end.
+    """
+    finite = [s for bar in bars for s in bar.times_s if math.isfinite(s)]
+    longest_s = max(finite, default=1.0) or 1.0
+    return [
+        {
+            "name": plain(bar.name),
+            "words": plain(bar.words),
+            "style": drawn.get(bar.name),
+            "shares": [
+                round(96 * s / longest_s, 2) if math.isfinite(s) else None for s in bar.times_s
+            ],
+        }
+        for bar in bars
+    ]
+
+
 MOST_PREDICTIONS, MOST_TEXT = 12, 2000
 """Limits per run: the number of examples, and the characters of each example's text."""
 

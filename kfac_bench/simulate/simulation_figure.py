@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from itertools import groupby
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -45,7 +46,8 @@ def step_finding(cells: Sequence[SimulatedCell]) -> str:
     best = min(kfac, key=lambda cell: cell.step_s)
     words = f"At {_ranks(best.world_size)} {best.variant.label} is the fastest K-FAC strategy"
     words += f": {1e3 * best.step_s:.3g} ms per step"
-    return words + "".join(f", SGD {1e3 * cell.step_s:.3g} ms" for cell in sgd)
+    bound = "at least " if sgd_is_bound(cells) else ""
+    return words + "".join(f", SGD {bound}{1e3 * cell.step_s:.3g} ms" for cell in sgd)
 
 
 def efficiency_finding(cells: Sequence[SimulatedCell], examples: int | None) -> str:
@@ -57,7 +59,18 @@ def efficiency_finding(cells: Sequence[SimulatedCell], examples: int | None) -> 
     least, most = (f"{share:.0f}" for share in (shares[0], shares[-1]))
     extent = most if least == most else f"{least} to {most}"
     words = f"At {_ranks(kfac[0].world_size)} K-FAC keeps {extent} % of the speed per rank"
-    return words + "".join(f", SGD {100 * efficiency(cells, cell, examples):.0f} %" for cell in sgd)
+    bound = "at most " if sgd_is_bound(cells) else ""
+    shares = [100 * efficiency(cells, cell, examples) for cell in sgd]
+    return words + "".join(f", SGD {bound}{share:.0f} %" for share in shares)
+
+
+def sgd_is_bound(cells: Sequence[SimulatedCell]) -> bool:
+    """Return whether backward hides SGD's whole exchange on all ranks.
+
+    A simulation has no slow ranks and no congestion, so real SGD is then slower.
+    """
+    several = [c for c in cells if c.variant.strategy == SGD and c.world_size > 1]
+    return bool(several) and not any(cell.time.gradients_s for cell in several)
 
 
 def fraction_finding(cells: Sequence[SimulatedCell]) -> str:
@@ -70,8 +83,11 @@ def fraction_finding(cells: Sequence[SimulatedCell]) -> str:
     if len(set(shares.values())) == 1:
         each = "every number of ranks" if len(shares) > 1 else _ranks(next(iter(shares)))
         return f"The fraction {next(iter(shares.values()))} is the fastest at {each}"
-    listed = ", ".join(f"{share} at {_ranks(ranks)}" for ranks, share in shares.items())
-    return f"The fastest fraction is {listed}"
+    parts = []
+    for share, same in groupby(shares, key=lambda ranks: shares[ranks]):
+        first, last = (group := [*same])[0], group[-1]
+        parts.append(f"{share} at {f'{first:,} to ' if first != last else ''}{_ranks(last)}")
+    return f"The fastest fraction is {', '.join(parts)}"
 
 
 def _ranks(number: int) -> str:
@@ -116,11 +132,13 @@ def svg(cells: Sequence[SimulatedCell], title: str, examples: int | None = None)
         steps, shares, *third = figure.subplots(count, 1)
         steps.set_ylabel("milliseconds per step")
         use_log_heights(steps)
-        alike = _by_ranks(steps, whole, lambda cell: 1e3 * cell.step_s)
+        alike = _by_ranks(steps, whole, lambda cell: 1e3 * cell.step_s, "lower bound")
         _title(steps, step_finding(whole), f"{title}, simulated{alike}")
         shares.set_ylabel("speed per rank (%)")
         shares.set_ylim(0, 105)
-        alike = _by_ranks(shares, whole, lambda cell: 100 * efficiency(cells, cell, examples))
+        alike = _by_ranks(
+            shares, whole, lambda cell: 100 * efficiency(cells, cell, examples), "upper bound"
+        )
         _title(shares, efficiency_finding(whole, examples), f"{_baseline(whole)}{alike}")
         for axes in third:
             _by_fraction(axes, swept)
@@ -143,9 +161,18 @@ def _baseline(cells: Sequence[SimulatedCell]) -> str:
 
 
 def _by_ranks(
-    axes: Axes, cells: Sequence[SimulatedCell], height: Callable[[SimulatedCell], float]
+    axes: Axes,
+    cells: Sequence[SimulatedCell],
+    height: Callable[[SimulatedCell], float],
+    bound: str,
 ) -> str:
     """Draw a line per variant. SGD is grey, because K-FAC is compared with it.
+
+    Args:
+        axes: The panel.
+        cells: The cells.
+        height: The drawn number of a cell.
+        bound: What this number of SGD is, if backward hides the whole exchange.
 
     Returns:
         What the title must say about shared lines.
@@ -154,20 +181,25 @@ def _by_ranks(
     ends: list[EndLabel] = []
     drawn: list[tuple[dict[int, float], str]] = []
     shared = ""
-    for each in dict.fromkeys(cell.variant for cell in cells):
+    variants = [*dict.fromkeys(cell.variant for cell in cells)]
+    # A variant has its colour in all panels.
+    numbers = {v: i for i, v in enumerate(v for v in variants if v.strategy != SGD)}
+    for each in variants:
         ys = {
             cell.world_size: height(cell)
             for cell in sorted(cells, key=lambda c: c.world_size)
             if cell.variant == each
         }
+        label = each.label
         if each.strategy == SGD:
             colour = _line(axes, None, ys)
+            label += f", {bound}" if sgd_is_bound(cells) else ""
         elif (same := next((c for other, c in drawn if _are_alike(ys, other)), None)) is not None:
             colour, shared = same, f"; one line for strategies within {100 * _ALIKE:.0f} %"
         else:
-            colour = _line(axes, len(drawn), ys)
+            colour = _line(axes, numbers[each], ys)
             drawn.append((ys, colour))
-        ends.append(EndLabel(list(ys.values())[-1], each.label, colour))
+        ends.append(EndLabel(list(ys.values())[-1], label, colour))
     label_ends(axes, ends, _AXES_PT)
     return shared
 

@@ -8,6 +8,7 @@ from kfac_bench.benchmark import figure
 from kfac_bench.benchmark.figure_finding import figure_finding
 from kfac_bench.benchmark.result import Line, Measured
 from kfac_bench.benchmark.schema import Benchmark, Computed, FigureSpec, Quantity
+from kfac_bench.report.figure_style import PALETTE
 from tests.support.figures import texts
 
 ROW = Benchmark(
@@ -129,9 +130,9 @@ def test_panels_that_share_an_axis_show_all_their_bars():
         for each, v in zip((SGD, KFAC), values, strict=True)
     ]
     shown = texts(figure.svg(row, lines))
-    assert "axis cut" not in shown
+    assert "axis from" not in " ".join(shown)
     assert {"0", "100"} <= {*shown}
-    assert "axis cut" in texts(figure.svg(row, lines[:2]))
+    assert "axis from 8.8" in texts(figure.svg(row, lines[:2]))
 
 
 def test_misses_are_drawn_in_lines_and_open_intervals_on_bars():
@@ -155,6 +156,24 @@ def test_the_figure_has_the_finding_and_the_subject():
     drawn = " ".join(texts(figure.svg(ROW, [*BOTH, SGD, KFAC], "a <toy>")))
     assert figure_finding(ROW, [*BOTH, SGD, KFAC], "a <toy>") in drawn
     assert "A row" in drawn
+
+
+def test_a_figure_of_lines_has_labels_and_one_sentence():
+    spec = FigureSpec(["accuracy"], "gpus", "optimizer", True)
+    row = Benchmark(**(vars(ROW) | {"figure": spec}))
+    lines = [replace(x, computed=x.measured.value, measured=None) for x in (*BOTH, SGD, KFAC)]
+    lines[-1] = replace(lines[-1], published=91.5, computed=89.0)
+    lines[-2] = replace(lines[-2], published=90.5)
+    title = (
+        "Simulated: SGD has the highest accuracy in both comparisons; published: K-FAC has the "
+        "highest accuracy: 91.5 %, SGD 90.5 %"
+    )
+    assert figure_finding(row, lines) == title
+    svg = figure.svg(row, lines)
+    assert "A row" not in " ".join(texts(svg))
+    assert {"SGD", "K-FAC", "axis from 88.8"} <= set(texts(svg))
+    # The line from a label to the end of its curve has the colour of the curve.
+    assert svg.partition("</style>")[2].count(f"stroke: {PALETTE[1]}") == 2
 
 
 def test_numbers_of_another_model_have_panels_with_a_scale_of_their_own():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -147,6 +148,15 @@ def test_the_figure_draws_each_profile_and_escapes_names():
     drawing = svg.partition("</style>")[2]
     # A line, and the line to its label.
     assert [drawing.count(f"stroke: {colour}") for colour in PALETTE[:4]] == [2, 2, 2, 0]
+
+
+def test_no_line_is_above_one_or_below_zero():
+    times = {"a": {"x": 1.0, "y": 1.5, "z": 2.0}, "b": {"x": 2.0, "y": 1.0, "z": 3.0}}
+    svg = profile_svg(times, "seconds")
+    lines = re.findall(r'd="(M [^"]*)"(?:(?!d=)[^>])*stroke-width: 1.8', svg)
+    ends = [[float(y) for y in re.findall(r"[ML] \S+ (\S+)", line)] for line in lines]
+    assert len(ends) == 3
+    assert len({ys[0] for ys in ends}) == len({ys[-1] for ys in ends}) == 1
 
 
 def test_the_figure_labels_six_optimizers_and_lists_the_others_as_grey():

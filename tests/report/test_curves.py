@@ -99,8 +99,11 @@ def test_the_axis_of_a_share_shows_values_near_the_target(tmp_path: Path) -> Non
     near = ticks("near", (0.1, 0.9, 0.975), 0.97)
     assert {"0.90", "0.96", "0.98"} <= near
     assert not near & {"0.2", "0.4", "0.6"}
+    assert "axis from 0.893" in near
     assert {"0.2", "0.8"} <= ticks("low", (0.1, 0.15, 0.2), 0.97), "the run stays on the panel"
-    assert {"0.2", "0.8"} <= ticks("without", (0.1, 0.9, 0.975), None)
+    without = ticks("without", (0.1, 0.9, 0.975), None)
+    assert {"0.2", "0.8"} <= without
+    assert not any(text.startswith("axis from") for text in without)
     assert {"2", "4"} <= ticks("no_share", (0.1, 5.0, 0.975), 0.97)
 
 
@@ -121,7 +124,7 @@ def test_the_finding(tmp_path: Path, kfac_s: float | None, sgd_s: float | None, 
     write_run(tmp_path / "slow", optimizer="adam", seconds=None if sgd_s is None else 9.0)
     settings = report.compare([tmp_path]).settings
     assert finding(settings) == words
-    assert words in " ".join(
+    assert f"digits resnet8: {words}" in " ".join(
         " ".join(ET.fromstring(report.figure_svg(settings)).itertext()).split()
     )
     assert f'<p class="finding">{words}</p>' in report.html(report.compare([tmp_path]))

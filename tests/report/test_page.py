@@ -18,6 +18,7 @@ from kfac_bench import report
 from kfac_bench.record.event_log import JsonlSink
 from kfac_bench.record.events import Predicted
 from kfac_bench.report import figure_style, page_parts
+from kfac_bench.report.page_parts import TimeBar, VerdictPage
 from kfac_bench.report.tables import Link, Table
 from kfac_bench.tasks.task import Prediction
 from kfac_bench.training import predictions
@@ -65,7 +66,9 @@ def test_the_page_escapes_all_texts_of_event_files(tmp_path: Path) -> None:
     write_run(tmp_path / "a", text=EVIL, optimizer=EVIL, environment={EVIL: {EVIL: EVIL}})
     write_run(tmp_path / "b", text=EVIL, optimizer=EVIL, kfac=True, environment={"x": [EVIL]})
     table = Table(EVIL, [EVIL], [[EVIL], [Link(EVIL, EVIL)]], [EVIL])
-    page = report.html(report.compare([tmp_path]), EVIL, [table])
+    bars = [TimeBar(EVIL, EVIL, [1.0, 1.0, math.inf]), TimeBar(EVIL, EVIL)]
+    verdict = VerdictPage(EVIL, EVIL, bars, [EVIL], EVIL, EVIL)
+    page = report.html(report.compare([tmp_path]), EVIL, [table], verdict=verdict)
     seen = Tags(page)
     assert seen.tags.count("script") == 2
     assert not [name for name, _ in seen.attributes if name.startswith("on")]

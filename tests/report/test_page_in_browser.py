@@ -15,6 +15,7 @@ from kfac_bench import report
 from kfac_bench.record import runs
 from kfac_bench.record.events import Evaluated, RunStarted, TargetReached, Trained
 from kfac_bench.record.score import notes, row
+from kfac_bench.report.page_parts import TimeBar, VerdictPage
 from kfac_bench.report.tables import Link, Table
 from tests.support.browser import Browser, Page, browser
 from tests.support.written_runs import two_optimizers, write_run
@@ -89,6 +90,30 @@ def test_the_page_draws_in_both_modes_and_any_width_without_requests(
     assert page.run("Math.max(...ends().map(([x]) => x))") < 400
     assert page.complaints() == []
     assert page.requests() == [(folder.parent / "page.html").as_uri()]
+
+
+def test_a_verdict_has_bars_and_code_to_copy_at_any_width(chromium: Browser, folder: Path) -> None:
+    names = [setting.optimizer for setting in report.compare([folder]).settings]
+    bars = [TimeBar(names[0], "2 s (1-4)", [2, 1, 4]), TimeBar(names[1], "x " * 99, [math.inf] * 3)]
+    code = f"from a import b\noptimizer = b({'c=1, ' * 40})"
+    verdict = VerdictPage("Yes.", "Time", bars, [], "Paste", code)
+    tables = [Table("All trials", ["settings"], [["lr " * 99]])]
+    file = folder.parent / "page.html"
+    report.compare([folder], file, tables, "Does it help?", verdict)
+    page = opened(chromium, file)
+    for width in (1200, 400):
+        page.look(width, 900)
+        assert page.run("document.documentElement.scrollWidth") == width
+        wide = page.run("all('.time-bar').map(svg => svg.getBoundingClientRect().width)")
+        drawn = page.run("all('.time-bar rect').map(bar => bar.getBoundingClientRect().width)")
+        assert drawn == pytest.approx([0.48 * wide[0], wide[1]], rel=0.02)
+    assert page.run("text('h1')") == ["Yes."]
+    assert page.run("all('details:not([open]) .long').length") == 1
+    page.run("click('[data-copy]')")
+    assert page.run("getSelection().toString().trim()") == code.strip()
+    is_waiting = "text('[data-copy]')[0] === 'Copy'"
+    page.run(f"new Promise(d => (function f() {{ {is_waiting} ? setTimeout(f, 10) : d(); }})())")
+    assert page.complaints() == []
 
 
 def test_the_x_axis_shows_seconds_or_steps(chromium: Browser, folder: Path) -> None:

@@ -1,5 +1,7 @@
 """The figure of a sweep: its titles state what the cells show."""
 
+from dataclasses import replace
+
 import pytest
 
 from kfac_bench.core.planning.plan import Stage
@@ -7,6 +9,7 @@ from kfac_bench.simulate import simulation_figure
 from kfac_bench.simulate.simulation_figure import efficiency_finding, fraction_finding, step_finding
 from kfac_bench.simulate.step import StepTime
 from kfac_bench.simulate.sweep import SGD, SimulatedCell, Variant
+from tests.support.figures import texts
 
 
 def cell(name, ranks, kfac_ms=0.0, fraction=None):
@@ -21,25 +24,45 @@ WHOLE = [
     *(cell("comm_opt", 1, 25.0), cell("comm_opt", 1024, 400.0)),
     *(cell("mem_opt", 1, 100.0), cell("mem_opt", 1024, 700.0)),
 ]
-BEST = {1: 1 / 4, 64: 1 / 2}
-SWEPT = [
-    cell("hybrid_opt", ranks, 50.0 if fraction == best else 60.0, fraction)
-    for ranks, best in BEST.items()
-    for fraction in (1 / 2, 1 / 4, 1 / 8)
-]
+
+
+def sweep_of(best):
+    """Return the cells of three fractions, of which ``best`` names the fastest on some ranks."""
+    return [
+        cell("hybrid_opt", ranks, 50.0 if fraction == fastest else 60.0, fraction)
+        for ranks, fastest in best.items()
+        for fraction in (1 / 2, 1 / 4, 1 / 8)
+    ]
+
+
+SWEPT = sweep_of({1: 1 / 4, 64: 1 / 2})
 
 
 def test_the_findings_hold_for_the_most_ranks():
     assert step_finding(WHOLE) == (
-        "At 1,024 ranks comm_opt is the fastest K-FAC strategy: 500 ms per step, SGD 100 ms"
+        "At 1,024 ranks comm_opt is the fastest K-FAC strategy: 500 ms per step, SGD at least "
+        "100 ms"
     )
-    said = "At 1,024 ranks K-FAC keeps 25 % of the speed per rank, SGD 100 %"
+    said = "At 1,024 ranks K-FAC keeps 25 % of the speed per rank, SGD at most 100 %"
     assert efficiency_finding(WHOLE, None) == said
     slower = [*WHOLE, cell("layer_wise", 1, 0.0), cell("layer_wise", 1024, 900.0)]
     assert "K-FAC keeps 10 to 25 % of" in efficiency_finding(slower, None)
     assert fraction_finding(SWEPT) == "The fastest fraction is 1/4 at 1 rank, 1/2 at 64 ranks"
+    wide = dict.fromkeys((1, 64, 1024), 1 / 4) | {4096: 1 / 2}
+    found = fraction_finding(sweep_of(wide))
+    assert found == "The fastest fraction is 1/4 at 1 to 1,024 ranks, 1/2 at 4,096 ranks"
     of_one = [c for c in SWEPT if c.world_size == 64]
     assert fraction_finding(of_one) == "The fraction 1/2 is the fastest at 64 ranks"
+
+
+def test_sgd_is_a_bound_only_if_its_whole_exchange_is_hidden():
+    assert "sgd, upper bound" in texts(simulation_figure.svg(WHOLE, "a model"))
+    shown = [
+        replace(c, time=replace(c.time, gradients_s=0.1)) if c == WHOLE[1] else c for c in WHOLE
+    ]
+    assert step_finding(shown).endswith("SGD 200 ms")
+    assert efficiency_finding(shown, None).endswith("SGD 50 %")
+    assert "sgd" in texts(simulation_figure.svg(shown, "a model"))
 
 
 @pytest.mark.parametrize("cells", [WHOLE[:2], []])
@@ -68,5 +91,5 @@ def test_strategies_that_take_the_same_time_share_a_line():
     svg = simulation_figure.svg([*WHOLE, *alike], "a model")
     assert "layer_wise" in svg
     assert "strategies within 5 %" in svg
-    for label in ("sgd", "comm_opt", "mem_opt"):
+    for label in ("comm_opt", "mem_opt"):
         assert svg.count(f">{label}</text>") == 2

@@ -37,6 +37,7 @@ def test_a_command_of_the_page_trains(command, tmp_path, monkeypatch):
     assert runs[0].curve.metric[-1] != runs[1].curve.metric[-1]
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning says much about this machine
 @pytest.mark.parametrize(
     "script", [MOVED, pytest.param("python examples/lightning_training.py", marks=pytest.mark.slow)]
 )
@@ -50,18 +51,16 @@ def test_a_script_of_the_page_learns_with_and_without_kfac(script, tmp_path, mon
     assert runs[0].curve.metric != runs[1].curve.metric
 
 
-def test_the_moved_script_has_the_options_of_the_guide():
-    page = (ROOT / "docs/how-to/move_from_kfac_pytorch.md").read_text()
-    script = (ROOT / "examples/moved_script.py").read_text()
-    shown = dict(re.findall(r"^    (\w+)=(.*),$", page, re.MULTILINE))
-    assert shown == dict(re.findall(r'"(\w+)": ([^,}]+)', script))
-    assert len(shown) == 11
+def test_the_moved_script_has_the_line_of_the_guide():
+    page = (ROOT / "docs/how-to/coming_from.md").read_text()
+    (line,) = re.findall(r"^.*preset=\"paper\".*$", page, re.MULTILINE)
+    assert line in (ROOT / "examples/moved_script.py").read_text().splitlines()
 
 
 def test_the_page_has_the_table_of_the_finished_runs():
     table = [*first_commands.table(first_commands.read(first_commands.RESULTS))]
     assert "\n".join(table) in first_commands.PAGE.read_text()
-    assert len(table) == 2 + len(COMMANDS)
+    assert len(table) == 1 + len(COMMANDS)
 
 
 def test_a_finished_pair_does_not_run_again(tmp_path, monkeypatch):

@@ -145,8 +145,24 @@ def test_the_runs_with_faults_are_counted_right():
     assert f"{ended} of {every} runs with injected faults" in " ".join(README.split())
 
 
+def seconds_of_is_kfac_for_me_are_those_of(times):
+    """The page has the tasks in the order of the contest, and names the fastest optimizer."""
+    page = (ROOT / "docs" / "explanation" / "is_kfac_for_me.md").read_text()
+    rows = re.findall(r"^\| .* \d+ steps, .*$", page, re.MULTILINE)
+    for text, numbers in zip(rows, times.values(), strict=True):
+        _, kfac, adamw, fastest, slower = text.strip("| ").split(" | ")
+        best = min(numbers, key=numbers.get)
+        assert fastest.partition(":")[0] == best, text
+        own = min(numbers["K-FAC inverse + SGD"], numbers["K-FAC inverse + Adam"])
+        expected = [(kfac, own), (adamw, numbers["AdamW"]), (slower, own / numbers[best])]
+        expected += [(fastest, numbers[best])] * (best != "AdamW")
+        for cell, number in expected:
+            (told,) = re.findall(r"([\d.]+)(?: s|x)\b", cell)
+            assert told == f"{number:.{len(told.partition('.')[2])}f}", text
+
+
 def test_the_numbers_of_the_contest_are_those_of_its_runs(monkeypatch):
-    """The numbers of README and of the lab's page follow from the runs."""
+    """The numbers of README and of the pages follow from the runs."""
     monkeypatch.setattr(conf_files, "ADDED", [CONF])
     contest = schema.load("contest")
     store = ResultStore(ROOT / "benchmarks" / "results", "contest", "table", tasks_of(contest))
@@ -161,6 +177,7 @@ def test_the_numbers_of_the_contest_are_those_of_its_runs(monkeypatch):
         for cell in [f"K-FAC {own}", *others.replace("**", "").split(", ")]:
             name, value = cell.split(" ", 1)
             assert value == form.format(numbers[named.get(name, name)]), cell
+    seconds_of_is_kfac_for_me_are_those_of(times)
     page = (ROOT / "docs" / "lab" / "contest.md").read_text()
     for made in contest_tables.tables(result):
         assert made.markdown() in page, (

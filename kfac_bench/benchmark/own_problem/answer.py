@@ -20,7 +20,8 @@ from kfac_bench import report
 from kfac_bench.benchmark.own_problem import study_input
 from kfac_bench.benchmark.own_problem.study import HOPELESS, StudyResult, final_limit_s
 from kfac_bench.benchmark.own_problem.study_input import REFERENCE, Asked, base_words
-from kfac_bench.benchmark.own_problem.verdict import Finalist, SeedRun, TryResult, verdict
+from kfac_bench.benchmark.own_problem.try_result import Finalist, SeedRun, TryResult
+from kfac_bench.benchmark.own_problem.verdict import verdict, verdict_page
 from kfac_bench.config import TrainConfig, compose
 from kfac_bench.core import KFAC
 from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS, eigen_adam
@@ -61,12 +62,15 @@ def try_result(asked: Asked, found: StudyResult, *, is_quick: bool) -> TryResult
 
 def write(asked: Asked, found: StudyResult, folder: Path, *, is_quick: bool) -> str:
     """Write ``verdict.txt`` and the page ``verdict.html`` into the folder; return the verdict."""
-    text = verdict(try_result(asked, found, is_quick=is_quick))
+    result = try_result(asked, found, is_quick=is_quick)
+    text = verdict(result)
     write_text(folder / "verdict.txt", text + "\n")
     runs = sorted(path.parent for path in (folder / "final").rglob(EVENTS_FILE))
     title = f"Does K-FAC help on {asked.title}?"
     if runs:
-        report.compare(runs, folder / "verdict.html", [_trials_table(found)], title, text)
+        report.compare(
+            runs, folder / "verdict.html", [_trials_table(found)], title, verdict_page(result)
+        )
     return text
 
 
@@ -156,7 +160,7 @@ def _trials_table(found: StudyResult) -> Table:
         *("optimizer", "trial", "settings", "seed"),
         *("seconds to target", "seconds trained", "remark"),
     )
-    return Table("Tuning", columns, rows, [note])
+    return Table("All trials of the tuning", columns, rows, [note])
 
 
 DTYPE_NAMES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}

@@ -9,13 +9,14 @@ run again.
 
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kfac_bench.benchmark.grid import Cell, WorkSession
 from kfac_bench.benchmark.local_runs import warn_if_busy
 from kfac_bench.benchmark.own_problem import study_input
 from kfac_bench.benchmark.own_problem.first_runs import TUNING_SEED, make_plan
+from kfac_bench.benchmark.own_problem.leaderboard import Leaderboard, TrialPhase
 from kfac_bench.benchmark.own_problem.study_input import REFERENCE, Asked, Settings, base_words
 from kfac_bench.benchmark.own_problem.study_plan import (
     FINALISTS,
@@ -24,7 +25,7 @@ from kfac_bench.benchmark.own_problem.study_plan import (
     StudyFolder,
     StudyPlan,
 )
-from kfac_bench.benchmark.own_problem.verdict import LEAST_SEEDS
+from kfac_bench.benchmark.own_problem.try_result import LEAST_SEEDS
 from kfac_bench.benchmark.trials import TrialResult, TrialRunner, take_turns
 from kfac_bench.config.command_options import path_word
 
@@ -58,13 +59,13 @@ class StudyResult:
     """The runs of each winner on fresh seeds."""
 
 
-def run(asked: Asked, folder: StudyFolder, say: Callable[[str], None]) -> StudyResult:
+def run(asked: Asked, folder: StudyFolder, board: Leaderboard) -> StudyResult:
     """Run what is left of the study in a folder that this process has locked.
 
     Args:
         asked: What the study is about.
         folder: The folder.
-        say: Prints a line.
+        board: Shows the trials.
 
     Raises:
         UsageError: The problem fails on its first batch, or the minutes are too few.
@@ -72,19 +73,20 @@ def run(asked: Asked, folder: StudyFolder, say: Callable[[str], None]) -> StudyR
     """
     plan = folder.plan()
     if plan is None:
-        warn_if_busy(say)
-        plan = make_plan(asked, folder, say)
+        warn_if_busy(board.say)
+        plan = make_plan(asked, folder, board.say)
         folder.write_plan(plan)
-    return Phases(asked, folder, plan, say).run()
+    board.target = plan.target
+    return Phases(asked, folder, plan, board).run()
 
 
 class Phases:
     """Tuning, and the runs on fresh seeds."""
 
     def __init__(
-        self, asked: Asked, folder: StudyFolder, plan: StudyPlan, say: Callable[[str], None]
+        self, asked: Asked, folder: StudyFolder, plan: StudyPlan, board: Leaderboard
     ) -> None:
-        self._asked, self._folder, self._plan, self._say = asked, folder, plan, say
+        self._asked, self._folder, self._plan, self._board = asked, folder, plan, board
         self._labels = study_input.tuning().labels
         self._budget = plan.budget
         self._runner = TrialRunner(WorkSession(), is_strict=False)
@@ -110,7 +112,7 @@ class Phases:
             left_s = sum(self._tuning_left_s(each, results) for each in results)
             runs = sum(self._trials_left(each, results) for each in results)
             left = self._time_left(left_s + self._confirm_s(results), runs + self._finals(results))
-            self._say(f"[tuning] {self._labels[name]} {len(own)}: {own[-1]}; {left}")
+            self._board.end(name, "tuning", own[-1], left)
             return True
 
         take_turns(results, run_next)
@@ -130,7 +132,7 @@ class Phases:
                     own = self._trial("tuning", name, trial.settings, seed, limit_s)
                     results[name].append(own)
                     left = self._time_left(self._confirm_s(results), self._finals(results))
-                    self._say(f"[seed {seed}] {self._labels[name]}: {own}; {left}")
+                    self._board.end(name, "tuning", own, left)
 
     def _trials_left(self, name: str, results: Mapping[str, Sequence[TrialResult]]) -> int:
         """Return the largest number of further trials of an optimizer."""
@@ -207,13 +209,14 @@ class Phases:
                 spent_s = sum(r.train_s for own in results.values() for r in own)
                 seeds = self._asked.seeds - done
                 left = self._time_left(spent_s * seeds / done, len(names) * seeds)
-                self._say(f"[seed {seed}] {self._labels[name]}: {result}; {left}")
+                self._board.end(name, "final", result, left)
         return results
 
     def _trial(
-        self, phase: str, name: str, settings: Settings, seed: int, limit_s: float
+        self, phase: TrialPhase, name: str, settings: Settings, seed: int, limit_s: float
     ) -> TrialResult:
         """Run a trial unless it has ended; a failure is a result like any other."""
+        self._board.begin(name, phase, seed)
         runs_dir = str(self._folder.runs_dir(phase))
         cell = self.cell(name, settings, seed, limit_s, runs_dir)
         result = self._runner.run(cell, settings)

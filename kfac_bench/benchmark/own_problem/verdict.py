@@ -1,96 +1,22 @@
-"""The verdict of ``kfac-bench try``: from results on fresh seeds to sentences.
+"""The verdict of ``kfac-bench try``: from results on fresh seeds to sentences, and to a page.
 
-:func:`verdict` is pure. It claims that one optimizer is faster than another only if the 95 %
-intervals of their median times do not overlap, over at least :data:`LEAST_SEEDS` seeds.
+All functions are pure. :mod:`.try_result` decides who is faster, and who wins.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from statistics import median
 
-from kfac_bench.record.score import bootstrap_median
+from kfac_bench.benchmark.own_problem.try_result import (
+    LEAST_SEEDS,
+    Finalist,
+    SeedRun,
+    TryResult,
+    is_faster,
+)
+from kfac_bench.report.page_parts import TimeBar, VerdictPage
 from kfac_bench.report.tables import metric as shown_metric
 
-
-@dataclass(frozen=True)
-class SeedRun:
-    """A run on a fresh seed."""
-
-    seed: int
-    time_s: float
-    """Training seconds to the target; inf if it was missed."""
-    steps: float
-    curve: Sequence[tuple[float, float]]
-    """Training seconds and metric of each evaluation."""
-
-
-@dataclass(frozen=True)
-class Finalist:
-    """An optimizer with the setting that won its tuning."""
-
-    name: str
-    runs: Sequence[SeedRun]
-    limit_s: float
-    """Training seconds that each run had."""
-    paste: str
-    """Lines for the user's script."""
-    uses_kfac: bool = False
-    step_s: float = math.nan
-    """Seconds of a step."""
-    memory_bytes: float = math.nan
-    """Peak memory of a rank."""
-    stages_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of K-FAC's stages in all steps of all runs."""
-
-    @property
-    def times_s(self) -> tuple[float, float, float]:
-        """Median and interval of the seconds to target."""
-        return bootstrap_median([run.time_s for run in self.runs])
-
-    @property
-    def least_s(self) -> float:
-        """The low end of the interval, if each miss had reached the target just after its limit."""
-        return bootstrap_median([min(run.time_s, self.limit_s) for run in self.runs])[1]
-
-    @property
-    def reached(self) -> int:
-        """The number of seeds that reached the target."""
-        return sum(math.isfinite(run.time_s) for run in self.runs)
-
-
-@dataclass(frozen=True)
-class TryResult:
-    """The results of a study."""
-
-    problem: str
-    metric: str
-    higher_is_better: bool
-    target: float
-    reference: Finalist
-    """AdamW."""
-    rivals: Sequence[Finalist]
-    seeds: int
-    """Number of planned seeds."""
-    is_own_target: bool = False
-    """True if the study fixed the target, because the problem has none."""
-    reference_steps: int = 1000
-    """Steps of AdamW that have fixed this target."""
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    """Optimizers that did not run on fresh seeds, with the reason."""
-    has_tried_kfac: bool = True
-    """True if an optimizer with K-FAC was tuned."""
-    minutes: float = 30
-    is_quick: bool = False
-
-    @property
-    def finalists(self) -> list[Finalist]:
-        """All finalists, the fastest first."""
-        return sorted([*self.rivals, self.reference], key=lambda f: f.times_s[0])
-
-
-LEAST_SEEDS = 3
-"""With fewer seeds nothing is shown: their ranges are too narrow."""
 STAGES = {
     "Precondition": "preconditioning",
     "Decompose": "decompositions",
@@ -108,6 +34,32 @@ def verdict(result: TryResult) -> str:
     return "\n".join(lines)
 
 
+def verdict_page(result: TryResult) -> VerdictPage:
+    """Return what the page shows of the verdict."""
+    headline, *more = _conclusion(result)
+    head, *code = _paste(result)
+    return VerdictPage(
+        headline=headline,
+        goal=f"Training time to {result.metric} {result.target:.6g}",
+        bars=[
+            *(TimeBar(f.name, _bar_text(f, result), f.times_s) for f in result.finalists),
+            *(
+                TimeBar(name, f"not run on fresh seeds: {why}")
+                for name, why in result.left_out.items()
+            ),
+        ],
+        remarks=[*more, *_equal_time(result), *_cautions(result)],
+        code_head=head.removesuffix(":"),
+        code="\n".join(line.removeprefix("  ") for line in code),
+    )
+
+
+def _bar_text(finalist: Finalist, result: TryResult) -> str:
+    if math.isfinite(finalist.times_s[0]):
+        return _seconds(finalist)
+    return f"not reached {_missed(finalist, result)}"
+
+
 def _reached(result: TryResult) -> list[str]:
     """Return the target and who reaches it, the fastest first."""
     goal = f"{result.problem}: {result.metric} {result.target:.6g}"
@@ -115,13 +67,15 @@ def _reached(result: TryResult) -> list[str]:
     entries = [f"{f.name}  {_seconds(f)}" for f in some]
     lines = [f"{goal} is reached by", f"  {'   '.join(entries)}"] if some else []
     for each in (f for f in result.finalists if math.isinf(f.times_s[0])):
-        seeds = f" ({each.reached} of {len(each.runs)} seeds did)" if each.reached else ""
         where = "" if some else f"{goal}: "
-        best = _best(each, result)
-        lines.append(
-            f"{where}{each.name} does not reach it within {_s(each.limit_s)}{seeds}{best}."
-        )
+        lines.append(f"{where}{each.name} does not reach it {_missed(each, result)}.")
     return lines
+
+
+def _missed(finalist: Finalist, result: TryResult) -> str:
+    """Return the limit that an optimizer missed, and its best metric."""
+    some = f" ({finalist.reached} of {len(finalist.runs)} seeds did)" if finalist.reached else ""
+    return f"within {_s(finalist.limit_s)}{some}{_best(finalist, result)}"
 
 
 def _best(finalist: Finalist, result: TryResult) -> str:
@@ -149,7 +103,7 @@ def _conclusion(result: TryResult) -> list[str]:
         ]
     if fastest is reference:
         return _reference_first(result)
-    winner = _winner(result)
+    winner = result.winner
     limit_s = reference.limit_s
     if winner is None and math.isinf(reference.times_s[0]) and fastest.times_s[2] >= limit_s:
         # Nobody knows how long the reference would have taken after its limit.
@@ -166,20 +120,9 @@ def _conclusion(result: TryResult) -> list[str]:
     return lines + _against_others(result, winner)
 
 
-def _winner(result: TryResult) -> Finalist | None:
-    """Return the optimizer with the smallest median of those that are shown to beat AdamW.
-
-    The smallest median of all may belong to an optimizer whose seeds differ too much.
-    """
-    finalists, reference = result.finalists, result.reference
-    if min(len(f.runs) for f in finalists) < LEAST_SEEDS:
-        return None
-    return next((f for f in finalists if _is_faster(f, reference)), None)
-
-
 def _reference_first(result: TryResult) -> list[str]:
     reference, second = result.finalists[:2]
-    if not _is_faster(reference, second):
+    if not is_faster(reference, second):
         return [
             f"Nothing is shown: {reference.name} has the smaller median, but the intervals of "
             f"{reference.name} and {second.name} overlap. Keep {reference.name}."
@@ -194,11 +137,6 @@ def _reference_first(result: TryResult) -> list[str]:
         f"{reference.name} is better here: it is {_factor(second, reference)} faster than "
         f"{second.name}, the fastest of the others. Keep {reference.name}."
     ]
-
-
-def _is_faster(one: Finalist, other: Finalist) -> bool:
-    """Return whether the intervals do not overlap, in favour of the first."""
-    return one.times_s[2] < other.least_s
 
 
 def _faster(winner: Finalist, reference: Finalist) -> str:
@@ -254,7 +192,7 @@ def _against_others(result: TryResult, winner: Finalist) -> list[str]:
     """Return sentences about the second fastest optimizer, and about K-FAC if it did not win."""
     others = [f for f in result.finalists if f not in (winner, result.reference)]
     lines = []
-    if others and not _is_faster(winner, others[0]):
+    if others and not is_faster(winner, others[0]):
         lines.append(
             f"The intervals of {winner.name} and {others[0].name} overlap: which of the two is "
             "faster is not shown."
@@ -270,10 +208,10 @@ def _about_kfac(result: TryResult, winner: Finalist, others: Sequence[Finalist])
             return "No optimizer with K-FAC was tried."
         return "No optimizer with K-FAC was fast enough in tuning to run on fresh seeds."
     reference = result.reference
-    kfac = next((f for f in forms if _is_faster(f, reference)), forms[0])
-    if _is_faster(reference, kfac):
+    kfac = next((f for f in forms if is_faster(f, reference)), forms[0])
+    if is_faster(reference, kfac):
         return f"K-FAC does not help here: {kfac.name}, its fastest form, is slower than AdamW."
-    if not _is_faster(kfac, reference):
+    if not is_faster(kfac, reference):
         return (
             f"It is not shown that K-FAC helps here: the intervals of {kfac.name}, its fastest "
             f"form, and {reference.name} overlap."
@@ -282,7 +220,7 @@ def _about_kfac(result: TryResult, winner: Finalist, others: Sequence[Finalist])
         faster = f"{kfac.name} is faster than {reference.name}"
     else:
         faster = f"{kfac.name} is {_factor(reference, kfac)} faster than {reference.name}"
-    if _is_faster(winner, kfac):
+    if is_faster(winner, kfac):
         return f"K-FAC helps, too: {faster}. {winner.name} is {_factor(kfac, winner)} faster still."
     return f"K-FAC is among the fastest: {faster}. It is not shown that {winner.name} is faster."
 
@@ -293,7 +231,7 @@ def _factor(slow: Finalist, fast: Finalist) -> str:
 
 def _equal_time(result: TryResult) -> list[str]:
     """Return the metrics of AdamW and of its best rival after the same training seconds."""
-    fastest, reference = _winner(result) or result.finalists[0], result.reference
+    fastest, reference = result.winner or result.finalists[0], result.reference
     # Each optimizer has its own limit. A run that was stopped there must not be compared with one
     # that went on.
     missed = [f.limit_s for f in result.finalists if f.reached < len(f.runs)]
@@ -349,7 +287,7 @@ def _cautions(result: TryResult) -> list[str]:
 
 
 def _paste(result: TryResult) -> list[str]:
-    winner, name = _winner(result), result.reference.name
+    winner, name = result.winner, result.reference.name
     words = f"The best setting of {name} that was found:" if winner is None else "Paste this:"
     chosen = winner or result.reference
     return [words, *(f"  {line}" for line in chosen.paste.splitlines())]

@@ -27,6 +27,7 @@ from kfac_bench.report.figure_style import (
     dash_all_but_first,
     label_ends,
     our_look,
+    say_cut,
     to_svg,
     use_powers_of_two,
 )
@@ -277,6 +278,7 @@ def _lines(axes: Axes, points: Sequence[ScalingPoint], simulated: Simulated) -> 
             axes.plot(xs, ys, color=colour, linewidth=0.9, marker="x")
             drawn += ys
     _limit(axes, [share for share in drawn if math.isfinite(share)])
+    say_cut(axes)
     label_ends(axes, [end for end in ends if math.isfinite(end.height)], _LINES_PT)
 
 

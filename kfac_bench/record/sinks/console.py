@@ -6,7 +6,6 @@ printed without markup and without control characters.
 
 import atexit
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from kfac_bench.output import duration_text, shown
+from kfac_bench.output import duration_text, is_terminal, shown
 from kfac_bench.record.events import (
     Evaluated,
     Event,
@@ -65,9 +64,7 @@ class ConsoleSink:
         self._first: Trained | None = None
         self._last: Trained | None = None
         self._broken = False
-        # An editor's terminal (TERM=dumb) cannot move the cursor, which a bar needs.
-        is_terminal = self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-        self._bar = _Bar(self._stream, total_steps) if is_terminal else None
+        self._bar = _Bar(self._stream, total_steps) if is_terminal(self._stream) else None
 
     def say(self, text: str) -> None:
         """Print the text; it stands above the bar if there is a bar."""

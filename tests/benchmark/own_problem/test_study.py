@@ -5,6 +5,7 @@ The runs here are event files that a stand-in for kfac-train writes at once. tes
 
 import copy
 import functools
+import io
 import math
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 from kfac_bench.benchmark import local_runs, schema, suite, tune
 from kfac_bench.benchmark import trials as trials_of_tuning
 from kfac_bench.benchmark.own_problem import answer, first_runs, study, study_input, study_plan
+from kfac_bench.benchmark.own_problem.leaderboard import Leaderboard
 from kfac_bench.benchmark.own_problem.study_input import Asked
 from kfac_bench.benchmark.own_problem.study_plan import (
     Budget,
@@ -53,7 +55,7 @@ class Simulation:
         shortened = {n: study_input.candidates(n, has_likelihood=True)[:4] for n in NAMES}
         self.asked = Asked(file, [], 30.0, 1, SEEDS, 0.93, shortened)
         self.folder = StudyFolder(path, QUESTION)
-        self.runs, self.said = [], []
+        self.runs, self.output = [], io.StringIO()
         self.fate = self.slower = None
         self.clock_s = 0.0
 
@@ -66,7 +68,13 @@ class Simulation:
             patch.setattr(trials_of_tuning, "time", clock)
             if self.folder.plan() is None:
                 self.folder.write_plan(StudyPlan(MADE, 0.93, is_own_target=False))
-            return study.run(self.asked, self.folder, self.said.append)
+            with Leaderboard(self.asked, self.output) as board:
+                return study.run(self.asked, self.folder, board)
+
+    @property
+    def said(self):
+        """The lines that the study has printed."""
+        return self.output.getvalue().splitlines()
 
     def train(self, overrides):
         """Write the events of a run."""

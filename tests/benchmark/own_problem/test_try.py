@@ -139,7 +139,7 @@ def test_a_study_that_is_killed_twice_ends_with_a_verdict(tmp_path, capsys, monk
     assert finished.items() <= now.items(), "a finished run was run again"
     assert len(now) > len(finished) > 2
     assert (folder / "verdict.txt").read_text() in done.stdout
-    assert "Verdict" in (folder / "verdict.html").read_text()
+    assert "Does K-FAC help on mine?" in (folder / "verdict.html").read_text()
     monkeypatch.setattr(try_command, "SEEDS", SEEDS)
     other = refused(capsys, *own, f"--from={folder}")
     assert "holds a study with starts={}, not {'adamw': 'optimizer.beta2=" in other

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from kfac_bench.benchmark.own_problem.verdict import Finalist, SeedRun, TryResult, verdict
+from kfac_bench.benchmark.own_problem.try_result import Finalist, SeedRun, TryResult
+from kfac_bench.benchmark.own_problem.verdict import verdict, verdict_page
 
 INF = math.inf
 
@@ -55,6 +56,31 @@ def test_the_whole_text():
         "  from kfac_bench import eigen_adam\n"
         "  optimizer = eigen_adam(model, lr=0.01)"
     )
+
+
+def test_the_page_has_a_bar_for_each_optimizer():
+    missed = finalist("SOAP", [60, INF, INF, INF, INF])
+    left_out = {"SGD": "missed the target in tuning (diverged)"}
+    result = TryResult("p", "accuracy", True, 0.95, ADAMW, [EIGEN, missed], 5, left_out=left_out)
+    page = verdict_page(result)
+    assert (
+        page.headline == "EigenAdam is 1.7x faster than AdamW in 2.5x fewer steps, on 5 of 5 seeds."
+    )
+    assert page.goal == "Training time to accuracy 0.95"
+    assert [(bar.name, bar.words) for bar in page.bars] == [
+        ("EigenAdam", "38 s (35-44)"),
+        ("AdamW", "66 s (60-75)"),
+        (
+            "SOAP",
+            "not reached within 100 s (1 of 5 seeds did); best accuracy 0.8000 (0.8000 to 0.9500)",
+        ),
+        ("SGD", "not run on fresh seeds: missed the target in tuning (diverged)"),
+    ]
+    assert [len(bar.times_s) for bar in page.bars] == [3, 3, 3, 0]
+    assert page.code == "from kfac_bench import eigen_adam\noptimizer = eigen_adam(model, lr=0.01)"
+    assert page.code_head == "Paste this"
+    text = verdict(result)
+    assert all(line in text for line in (page.headline, *page.remarks))
 
 
 def test_adamw_is_better_by_how_much():
