@@ -51,7 +51,7 @@ RESULTS = Path(__file__).parent / "results" / "defaults.jsonl"
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained."""
+    """A run of one task: the optimizer, its rate, the seed and the options of K-FAC."""
 
     task: str
     optimizer: str
@@ -203,7 +203,7 @@ class Comparison:
 
     @property
     def gain(self) -> float:
-        """How much lower the mean metric is with K-FAC after equal steps."""
+        """The difference of the mean metrics after equal steps: positive if K-FAC's is lower."""
         return _mean(self.alone) - _mean(self.kfac)
 
     @property

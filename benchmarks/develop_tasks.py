@@ -41,7 +41,7 @@ class DevelopTask:
     stride: int = 1
     """An evaluation reads only every so many-th held-back example."""
     batch_statistics: bool = False
-    """Whether batch norm uses the batch in evaluations, because its averages are too old."""
+    """True if batch norm uses the batch in evaluations, because its averages are too old."""
 
 
 class MLP(nn.Sequential):

@@ -41,7 +41,7 @@ class Script:
     parts: int = 1
     """Micro-batches."""
     is_sum: bool = False
-    """Whether the loss is multiplied by the number of examples."""
+    """True if the loss is multiplied by the number of examples."""
 
 
 SCRIPTS = (

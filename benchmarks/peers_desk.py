@@ -52,7 +52,7 @@ class Desk:
         self._data = self._config.data.build(self._config.task.name)
         self._pythons = {"jax": environment / "bin" / "python"}
         self.is_short = self._max_steps < trainer.max_steps
-        """Whether runs end before the experiment's last step."""
+        """True if runs end before the experiment's last step."""
 
     @property
     def work(self) -> dict[str, Any]:
@@ -189,6 +189,6 @@ def _wrong_versions(versions: Mapping[str, str]) -> str:
 
 
 def how_to_install() -> str:
-    """Return what makes the environment of kfac-jax."""
+    """Return the commands that make the environment of kfac-jax."""
     command = REQUIREMENTS.read_text().splitlines()[1].removeprefix("#").strip()
     return f"Make the environment: {command}"

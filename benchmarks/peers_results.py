@@ -63,7 +63,7 @@ def steps(run: Run) -> float:
 
 
 def merit(run: Run) -> tuple[float, float]:
-    """Return what the best run has least of: seconds to the target, then the best error."""
+    """Return the sort key of a run, best first: seconds to the target, then the best error."""
     error = run.get("best_error")
     return seconds(run), math.inf if error is None else error
 

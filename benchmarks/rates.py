@@ -40,7 +40,7 @@ RATES = "0.001,0.003,0.01,0.03"
 
 @dataclass(frozen=True)
 class Target:
-    """When a run ends: at the first evaluation that reaches ``metric``, or after ``steps``."""
+    """The end of a run: the first evaluation that reaches ``metric``, or ``steps``."""
 
     metric: float
     batch_size: int

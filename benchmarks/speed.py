@@ -121,7 +121,7 @@ def make_parent(path: Path) -> None:
 
 
 def header(device: str, quick: bool) -> dict[str, Any]:
-    """Return what the results depend on, with an empty list of models."""
+    """Return the conditions of the measurement, with an empty list of models."""
     machine = environment.describe()
     for package in ("transformers",):
         try:

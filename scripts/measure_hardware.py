@@ -140,7 +140,7 @@ def _in_crowd(rank: int, counts: Sequence[int], steps: int, path: str, results: 
 
 
 def crowding() -> dict[int, float]:
-    """Return how many times as long a step takes, by number of ranks on this machine.
+    """Return the relative time of a step, by number of ranks on this machine.
 
     One number of ranks fills all cores, the other puts two ranks on each core. On a machine with
     more than MOST_RANKS cores, the factor of MOST_RANKS ranks counts for all cores.

@@ -63,9 +63,9 @@ class PaperNumber:
     published: float
     unit: str
     used: bool = False
-    """Whether the calibration uses the number, so that it is no prediction."""
+    """True if the calibration uses the number, so that it is no prediction."""
     below: bool = False
-    """Whether the paper gives an upper limit only."""
+    """True if the paper gives an upper limit only."""
 
     @property
     def error(self) -> float:

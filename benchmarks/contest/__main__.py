@@ -22,7 +22,7 @@ from kfac_bench.whole_files import around_marks, write_text
 
 PROGRAM = "python -m benchmarks.contest"
 ALTERNATIVE = "Share of tasks that each optimizer solves within a multiple of the best time"
-"""What the figure shows, for readers who cannot see it."""
+"""The text of the figure for readers who cannot see it."""
 
 
 def build_parser() -> Parser:

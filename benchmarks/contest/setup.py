@@ -1,4 +1,4 @@
-"""What the contest adds to the package: a folder of configuration files and two optimizers."""
+"""The contest's additions to the package: a folder of configuration files and two optimizers."""
 
 from pathlib import Path
 

@@ -130,7 +130,7 @@ class Sitting(WorkSession):
         )
 
     def factor(self, task: str, kind: str, folder: Path) -> float:
-        """Return what the seconds of a run are multiplied by, to be those of the first sitting."""
+        """Return the factor that turns the seconds of a run into those of the first sitting."""
         speed = factors(self.store.runs(task, "baseline"))
         return speed.get(self._sitting_of(task, kind, folder.name), 1.0)
 
@@ -158,7 +158,7 @@ def _place(point: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _end(events: Sequence[Event]) -> tuple[str, int, str] | None:
-    """Return how a run ended, and when; None if it has not ended."""
+    """Return the status, step and seconds of a run's end; None if it has not ended."""
     last = next((e for e in reversed(events) if isinstance(e, RunEnded)), None)
     # Unlike NaN, the text of NaN equals itself.
     return None if last is None else (last.status, last.step, repr(last.train_s))

@@ -1,4 +1,4 @@
-"""What the terminal shows while ``kfac-bench try`` runs: a table of the optimizers, or lines.
+"""The progress of ``kfac-bench try`` in the terminal: a table of the optimizers, or lines.
 
 A terminal shows one table, which is drawn again when a trial begins. Elsewhere, for example in a
 pipe or in the log of a job, each finished trial is one line. All trials and their settings are on

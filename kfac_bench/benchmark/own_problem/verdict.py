@@ -35,7 +35,7 @@ def verdict(result: TryResult) -> str:
 
 
 def verdict_page(result: TryResult) -> VerdictPage:
-    """Return what the page shows of the verdict."""
+    """Return the part of the verdict that the page shows."""
     headline, *more = _conclusion(result)
     head, *code = _paste(result)
     return VerdictPage(
