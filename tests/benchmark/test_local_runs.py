@@ -46,7 +46,9 @@ def test_an_interrupted_command_ends_the_ranks_that_it_started(tmp_path):
     # The file ends when the rank does.
     reader = threading.Thread(target=(tmp_path / "fifo").read_text, daemon=True)
     reader.start()
-    threading.Timer(1, signal.raise_signal, (signal.SIGINT,)).start()
+    # The timer's own thread must not take the signal: this thread would go on waiting.
+    here = threading.get_ident()
+    threading.Timer(1, signal.pthread_kill, (here, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         local_runs.run_command(words)
     reader.join(10)

@@ -668,6 +668,7 @@ def test_compare_prints_markdown_and_reports_an_unwritable_file(swept, capsys):
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.supports("ddp", "documented command")
 def test_torchrun_with_the_module_trains_on_two_ranks(command, tmp_path):

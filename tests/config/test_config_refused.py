@@ -395,6 +395,7 @@ def test_arbitrary_text_composes_or_is_refused(overrides):
     composes_or_is_refused(overrides)
 
 
+@pytest.mark.slow
 @FUZZ
 @given(st.lists(OVERRIDES, min_size=1, max_size=3))
 @example(["kfac={}", "seed=${trainer}"])
@@ -418,6 +419,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(FUZZ, max_examples=15)
 @given(TREES)
 def test_arbitrary_experiment_files_compose_or_are_refused(tmp_path_factory, tree):

@@ -585,6 +585,7 @@ def test_a_negative_time_of_a_damaged_clock_makes_no_score_above_1(lab):
 # ---- commands ----
 
 
+@pytest.mark.slow
 def test_wrong_requests_are_one_line(lab, capsys):
     for words, fragment in [
         (["run", "demo", "--minutes", "-1"], "--minutes -1: must be at least 0"),

@@ -23,7 +23,7 @@ from kfac_bench.record.events import Evaluated, Resumed, Trained
 from kfac_bench.training import checkpoint, run
 from tests.support import ROOT
 from tests.support.distributed import close_pools, run_ranks
-from tests.support.quick import slow
+from tests.support.quick import quick_if, slow
 from tests.support.runs import CPU, SMALL, config_of, here, of_kind, steps_of, train
 from tests.support.training import (
     STEPS,
@@ -111,7 +111,7 @@ def check_equal(world, *args):
 
 @pytest.mark.supports("deepspeed zero {stage}", "{strategy}")
 @pytest.mark.parametrize("method", ["eigen", slow("inverse")])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick_if("comm_opt".__eq__, STRATEGIES))
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_equals_one_process(stage, strategy, method):
     options = {"method": method, "spread": False}
@@ -194,6 +194,7 @@ def assert_same_state(ours, theirs, tolerance=1e-3):
         assert_close(ours[1]["state"][number].values(), state.values(), tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.supports("deepspeed zero {stage}", "kfac-train")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
@@ -261,6 +262,7 @@ def test_fp16_skips_updates_that_overflow(stage):
     assert sha256(ours) == sha256(twin)
 
 
+@pytest.mark.slow
 @pytest.mark.supports("deepspeed zero {stage}", "resume on another world size")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("optimizer", [slow("sgd"), "adam"])

@@ -130,6 +130,7 @@ def test_a_good_file_is_shown(good):
     assert curves.figure_svg(report.compare([good]).settings)
 
 
+@pytest.mark.slow
 @fuzz(60)
 @given(tree=spoilt(LINES))
 def test_changed_events_are_shown_or_refused(tmp_path_factory, good, tree):
@@ -140,6 +141,7 @@ def test_changed_events_are_shown_or_refused(tmp_path_factory, good, tree):
     refused_or(lambda: look_at(path, good))
 
 
+@pytest.mark.slow
 @fuzz(30)
 @given(content=damaged(CONTENT))
 def test_damaged_bytes_are_shown_or_refused(tmp_path_factory, good, content):

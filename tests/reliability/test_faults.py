@@ -69,6 +69,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", quick_if(("a traceback", "other weights").__contains__, WRONG))
 def test_a_defect_is_reported(wrong, tmp_path):
     (outcome,) = matrix.run([WRONG[wrong]], [1], ["comm_opt"], lambda line: None)
@@ -134,6 +135,7 @@ def test_the_cost_of_checkpoints_is_measured_on_real_runs(monkeypatch, capsys):
     assert "of 1 medians and" in said
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_measured_is_a_usage_error(monkeypatch, capsys):
     with pytest.raises(UsageError, match=r"model=none: .*choose one of autoencoder"):
         smoke.table(1, print, {"none": ("model=none",)})

@@ -334,6 +334,7 @@ def test_curves_of_any_shape_are_drawn_without_an_error(chromium: Browser, tmp_p
     assert page.complaints() == []
 
 
+@pytest.mark.slow
 def test_fifty_runs_of_five_thousand_points_are_drawn_in_two_seconds(
     chromium: Browser, tmp_path: Path
 ) -> None:

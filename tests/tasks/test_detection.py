@@ -20,6 +20,7 @@ from kfac_bench.tasks.detection import FOUND, TRUE, Detection, found_in
 from kfac_bench.training import dry_run
 from kfac_bench.training.update import Update
 from tests.support.distributed import run_ranks
+from tests.support.quick import slow
 from tests.support.runs import (
     CPU,
     before_step,
@@ -349,7 +350,7 @@ def test_a_step_in_half_precision(demo, tmp_path):
     assert of_kind(path, Trained)[-1].dropped_statistics == 0
 
 
-@pytest.mark.parametrize("kfac", ["comm_opt", "none"])
+@pytest.mark.parametrize("kfac", ["comm_opt", slow("none")])
 def test_an_interrupted_run_ends_with_the_same_weights(demo, tmp_path, kfac):
     options = (f"data.root={demo}", f"kfac={kfac}", "trainer.max_steps=5", "trainer.eval_freq=9")
     _, straight = train(tmp_path, *options, "run_id=straight", base=TINY)
@@ -379,6 +380,7 @@ def evaluated(trainer):
     return events[0].metrics
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_metrics_are_the_same_on_two_ranks(demo, tmp_path):
     trainer = trainer_of(tmp_path, f"data.root={demo}", "kfac=none", base=TINY)
@@ -390,6 +392,7 @@ def test_metrics_are_the_same_on_two_ranks(demo, tmp_path):
         assert metrics == alone
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_rank_without_an_image_takes_part(demo, tmp_path):
     """9 images in batches of 4: the third batch of an epoch has one, and rank 0 none."""

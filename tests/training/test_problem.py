@@ -211,6 +211,7 @@ def _train_on_rank(folder, file, overrides):
     return train_here(folder, (f"problem={file}", *overrides), BASE)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_equal_one_process(tmp_path, own):
     file = own()

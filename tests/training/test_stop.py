@@ -165,6 +165,7 @@ def test_a_process_that_was_suspended_goes_on(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_ends_even_if_no_stacks_can_be_written(tmp_path):
     process = start(tmp_path / "missing", 1, "hang")
     assert process.communicate(timeout=60)[1].endswith("(trainer.watchdog_s)\n")

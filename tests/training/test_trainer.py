@@ -430,6 +430,7 @@ def test_an_interrupted_run_with_everything_ends_with_the_same_weights(
     assert scales[0] == scales[1]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_an_interrupted_run_with_everything_on_two_ranks(tmp_path):
     run_ranks(2, train_here, tmp_path, (*EVERYTHING, "run_id=straight"))

@@ -228,6 +228,7 @@ def grid_on_rank(strategy, options, sequence, data_parallel):
     compare(model, Transformer, make_batch, options, strategy, data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [slow(False), True])
 @pytest.mark.parametrize("strategy", [slow("comm_opt"), "mem_opt"])
 @pytest.mark.parametrize("data_parallel", ["fsdp2", slow("by hand")])

@@ -73,6 +73,7 @@ def test_damaged_prediction_images_are_left_out(tmp_path_factory, content):
     assert read_picture(folder, "predictions/step-1/00.png") in (None, content)
 
 
+@pytest.mark.slow
 @fuzz(100)
 @given(data=st.data())
 def test_a_damaged_cifar10_file_is_read_or_refused(tmp_path_factory, data):

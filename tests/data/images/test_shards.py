@@ -119,6 +119,7 @@ def test_batches_do_not_depend_on_workers_start_or_sharding(root):
     assert labels.tolist() == tar_shards.TarShards(root, "val").labels
 
 
+@pytest.mark.slow
 def test_a_run_on_shards_resumes_at_the_next_sample(root, tmp_path):
     options = (*BASE, "data=shards", f"data.root={root}", "data.workers=1", "trainer.batch_size=5")
     status, whole = train(tmp_path, "run_id=whole", base=options)
