@@ -102,6 +102,7 @@ def test_data_root_demo(cache):
         config.data.build(config.task.name)
 
 
+@pytest.mark.slow
 def test_the_digits_are_the_same_in_all_layouts(cache):
     found = {}
     for name in ("imagefolder", "shards", "cifar10"):

@@ -310,6 +310,7 @@ DIVIDED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "method"), DIVIDED)
 def test_blocks_on_two_ranks_equal_one_process_and_their_own_plan(strategy, method):

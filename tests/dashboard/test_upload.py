@@ -99,6 +99,7 @@ def test_a_real_run_is_sent_once_with_all_points_and_pictures(tmp_path, capsys):
     assert len(list(path.glob("wandb/offline-run-*"))) == 1
 
 
+@pytest.mark.slow
 def test_a_complete_run_that_a_sweep_draws_again_is_sent_again(tmp_path, monkeypatch, capsys):
     own = [o for o in SMALL if o != "logger=none"]
     words = [

@@ -148,6 +148,7 @@ def outcome(name, ranks, method, **fields):
     return Outcome(fault, ranks, method, **fields)
 
 
+@pytest.mark.slow
 def test_the_page_counts_methods_and_names_failures():
     outcomes = [
         outcome("disk full", 1, "SGD", again=True, lost_steps=2, resume_s=1.0, identical=True),

@@ -187,6 +187,7 @@ def template(tmp_path_factory):
     return config_of(tmp_path_factory.mktemp("runs"), *STEPS, "run_id=again")
 
 
+@pytest.mark.slow
 @fuzz(40)
 @given(data=st.data())
 def test_a_foreign_state_does_not_resume(tmp_path_factory, saved, template, data):
