@@ -49,7 +49,7 @@ _HOW_COMPUTED = {
     "computed": "computed from the plan that the ranks execute",
     "simulated": "simulated, not measured",
 }
-"""By :func:`how_computed`, the words beside a number that no run measured."""
+"""The words beside a number that no run measured, by the word of :func:`how_computed`."""
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def write_all(
     write_text(files[0], text, make_folder=True)
     runs = [path for each in written for path in each.runs]
     files.append(folder / f"{stem}.html")
-    tables = [*verdicts, *(each.tables[0] for each in written)]
+    tables = list(verdicts) + [each.tables[0] for each in written]
     _page(files[-1], runs, tables, f"Tables and figures of the papers, profile {stem}")
     if into_document is not None:
         files += into(into_document, written, verdicts, profile)

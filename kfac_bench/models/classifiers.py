@@ -142,7 +142,7 @@ _LIBRARIES: Mapping[
     "torchvision": (_make_torchvision, _usual_side_of_torchvision),
     "timm": (_make_timm, _usual_side_of_timm),
 }
-"""By library, the function that makes an architecture and the usual side of its images."""
+"""The function that makes an architecture and the usual side of its images, by library."""
 _LISTS = {
     "torchvision": "torchvision.models.list_models(module=torchvision.models)",
     "timm": "timm.list_models()",

@@ -218,7 +218,7 @@ class TimeBar:
 
     name: str
     words: str
-    """The time with its interval, or the reason why there is none."""
+    """The time with its interval, or why there is none."""
     times_s: Sequence[float] = ()
     """Median, low and high end in seconds, inf beyond the limit; empty: not run on fresh seeds."""
 
