@@ -1,4 +1,4 @@
-"""The seven small tasks on which the defaults of K-FAC are judged.
+"""The seven small tasks on which the defaults of K-FAC are judged, and a recurrent one.
 
 None of them needs a download, and a run takes seconds on one thread. Number of steps, batch sizes
 and metrics were chosen before any run with K-FAC. ``benchmarks/defaults.py`` trains them.
@@ -81,6 +81,21 @@ class VAE(nn.Module):
         if self.training:
             code = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
         return self.decoder(code).view_as(x), mean, log_variance
+
+
+class GRULanguageModel(nn.Module):
+    """An embedding of 64 entries, a GRU of 128 units and a linear layer to 96 logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(pydoc.SYMBOLS, 64)
+        self.gru = nn.GRU(64, 128, batch_first=True)
+        self.head = nn.Linear(128, pydoc.SYMBOLS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map symbols [n, L] to the logits of the symbol that follows each."""
+        logits: Tensor = self.head(self.gru(self.tokens(x))[0])
+        return logits
 
 
 class NegativeELBO(SummedTask):
@@ -169,3 +184,8 @@ TASKS = {
         ),
     )
 }
+
+GRU = DevelopTask(
+    "pydoc GRU", lambda: pydoc.load(32), GRULanguageModel, LanguageModel, "loss", 64, 400
+)
+"""EigenAdam's treatment of recurrent weights was developed on it; no default of K-FAC was."""

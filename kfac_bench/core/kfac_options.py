@@ -450,7 +450,8 @@ class EigenAdamOptions(TypedDict, total=False):
             "last) or none",
             details="""
                 Updates are orthogonalized as in Muon (Jordan et al. 2024). ``linear`` also leaves
-                out layers with more than 8192 outputs (vocabulary heads).
+                out layers with more than 8192 outputs (vocabulary heads), and has the
+                hidden-to-hidden weights of recurrent modules.
                 """,
         ),
     ]

@@ -92,7 +92,7 @@ def choose_within_budget(
 def orthogonalize_hidden(
     layers: Sequence[Layer], rule: AdamRule, device: torch.device, *, has_output: bool
 ) -> AdamRule:
-    """Mark the hidden linear layers, whose updates method eigen_adam orthogonalizes.
+    """Mark the hidden layers whose updates method eigen_adam orthogonalizes.
 
     The last layer of the model counts as its output layer. Muon leaves the output layer out as well
     (Jordan et al. 2024). A layer with more outputs than the default ``max_dim`` of KFAC is a
@@ -108,7 +108,7 @@ def orthogonalize_hidden(
         The options with the precision that suits the device.
     """
     for layer in layers[:-1] if has_output else layers:
-        if layer.is_linear and layer.spec.g_dim <= MAX_DIM:
+        if layer.may_be_orthogonalized and layer.spec.g_dim <= MAX_DIM:
             layer.spec = replace(layer.spec, orthogonal_steps=rule.options["orthogonal_steps"])
     return replace(rule, has_bfloat16=linalg.has_fast_bfloat16(device))
 

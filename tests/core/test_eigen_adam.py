@@ -251,6 +251,14 @@ def test_a_vocabulary_head_is_not_orthogonalized():
     assert [p.layer.is_orthogonalized for p in plan.placements] == [True, False, False]
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_hidden_to_hidden_weights_are_orthogonalized(kind):
+    model = nn.ModuleDict({"recurrent": kind(3, 4, num_layers=2), "head": nn.Linear(4, 2)})
+    plan = eigen_adam(model).preconditioner.plan
+    found = {p.layer.name for p in plan.placements if p.layer.is_orthogonalized}
+    assert found == {"recurrent.hh_l0", "recurrent.hh_l1"}
+
+
 @pytest.mark.parametrize(("g_dim", "a_dim"), [(130, 200), (200, 130)])
 @pytest.mark.parametrize("is_rotated", [True, False])
 def test_large_updates_in_bfloat16_differ_by_rounding_only(g_dim, a_dim, is_rotated):

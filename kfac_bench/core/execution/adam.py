@@ -152,7 +152,7 @@ def direction(
         g: Eigenvectors of G, [layers * groups, g_dim, g_dim]. None is the identity.
         moments: Those of these layers.
         rule: The options.
-        is_orthogonalized: Whether these layers are hidden linear layers.
+        is_orthogonalized: Whether these layers are hidden ones.
         limit: See :meth:`AdamRule.limit`.
         is_scaled: Whether there is a loss scale, so that gradients may have overflowed.
     """

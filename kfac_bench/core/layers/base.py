@@ -56,6 +56,8 @@ class Layer(ABC):
     is_conv = False
     is_linear = False
     """True if the layer is a matrix that is applied to each sample and position."""
+    may_be_orthogonalized = False
+    """True if method eigen_adam may orthogonalize the update: the weight is a matrix of units."""
     may_be_time_first = False
     """True if samples may also be the second dimension of the input [time, N, ...]."""
     reads_saved_tensors = False

@@ -21,7 +21,7 @@ from kfac_bench.core.planning.layer_spec import LayerSpec
 class LinearLayer(Layer):
     """nn.Linear on [N, ..., d]; the dimensions in between are shared positions."""
 
-    is_linear = may_be_time_first = True
+    is_linear = may_be_orthogonalized = may_be_time_first = True
 
     def fits(self, x: Tensor, output: Tensor) -> bool:
         """See :meth:`Layer.fits`."""

@@ -48,6 +48,8 @@ class RecurrentLayer(Layer):
         self, name: str, module: nn.Module, map_name: str, unrolled: UnrolledForward, max_dim: int
     ) -> None:
         self._map, self._unrolled = map_name, unrolled
+        # Orthogonal updates of W_ih save no steps on a GRU of text.
+        self.may_be_orthogonalized = map_name.startswith("hh")
         self.forward_context = unrolled
         super().__init__(name, module, max_dim, f"weight_{map_name}", f"bias_{map_name}")
 

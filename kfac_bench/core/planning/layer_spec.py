@@ -33,7 +33,7 @@ class LayerSpec:
     a_diagonal: bool = False
     g_diagonal: bool = False
     orthogonal_steps: int = 0
-    """Newton-Schulz steps by which eigen_adam orthogonalizes the update of hidden linear layers."""
+    """Newton-Schulz steps by which eigen_adam orthogonalizes the update of hidden layers."""
     is_lookup: bool = False
     """True if the inputs are one-hot, as the tokens of an embedding are."""
     a_blocks: tuple[int, ...] = ()
