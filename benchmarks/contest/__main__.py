@@ -6,7 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.contest import contest_tables, self_tune, setup
+import yaml
+
+from benchmarks.contest import contest_tables, self_tune, setup, spaces, studies
 from benchmarks.contest.contest_tables import ContestResult
 from benchmarks.contest.result_store import ResultStore
 from benchmarks.contest.sitting import Sitting, tasks_of
@@ -31,6 +33,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     tune_command.add_tune(commands)
     _add_self_tune(commands)
+    _add_study(commands)
     suite_command.add_run(commands)
     suite_command.add_report(commands)
     _add_tables(commands)
@@ -48,6 +51,21 @@ def _add_self_tune(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     tune_command.add_tuning_options(command, "folder for the benchmark file NAME_self_tuned.yaml")
     command.set_defaults(run_command=_self_tune)
+
+
+def _add_study(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "study", help="tune each optimizer anew in each study, and run the winners"
+    )
+    command.add_argument("benchmark", help="a benchmark with studies, such as second")
+    command.add_argument("--tasks", default="", help="only these tasks, with commas between them")
+    command.add_argument("--runs-dir", help="where run directories go (default: runs/NAME)")
+    suite_command.add_session_options(command)
+    command.set_defaults(run_command=_study)
+    command = commands.add_parser("spaces", help="print ranges that a pilot's trials centre")
+    command.add_argument("benchmark", help="a benchmark with studies whose trials have run")
+    command.add_argument("--results", type=Path, required=True, help="folder of packed results")
+    command.set_defaults(run_command=_spaces)
 
 
 def _add_tables(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -80,7 +98,8 @@ def open_sitting(
     """
     if options.results is None:
         return WorkSession(options.minutes)
-    store = ResultStore(options.results, options.benchmark, part, tasks_of(benchmark))
+    name = schema.stem(options.benchmark)
+    store = ResultStore(options.results, name, part, tasks_of(benchmark))
     return Sitting(benchmark, Path(runs_dir), say, store, options.minutes)
 
 
@@ -97,15 +116,42 @@ def _self_tune(options: argparse.Namespace) -> int:
     return 0
 
 
+def _study(options: argparse.Namespace) -> int:
+    benchmark = schema.load(options.benchmark)
+    setup.run_problems()
+    runs_dir = options.runs_dir or f"runs/{schema.stem(options.benchmark)}"
+    session = open_sitting(options, benchmark, studies.PART, runs_dir)
+    tasks = options.tasks.split(",") if options.tasks else []
+    is_whole = studies.run_studies(benchmark, runs_dir, session, say, tasks)
+    words = [options.benchmark, *(["--results", options.results] if options.results else [])]
+    if is_whole and not tasks:
+        say_next(command_line(f"{PROGRAM} tables", words), "the scores")
+    else:
+        say_next(command_line(f"{PROGRAM} study", words), "the runs that are missing")
+    return 0
+
+
+def _spaces(options: argparse.Namespace) -> int:
+    benchmark = schema.load(options.benchmark)
+    name = schema.stem(options.benchmark)
+    store = ResultStore(options.results, name, studies.PART, tasks_of(benchmark))
+    ranges = spaces.centred(benchmark, store)
+    say(yaml.safe_dump(ranges, sort_keys=False, default_flow_style=None, width=100).rstrip())
+    return 0
+
+
 def _packed(name: str, results: Path) -> ContestResult:
     """Return the packed runs of a benchmark's table."""
-    benchmark = schema.load(name)
+    benchmark, name = schema.load(name), schema.stem(name)
     if benchmark.axes.keys() != {"task", "optimizer"}:
         raise UsageError(
             f"{benchmark.title!r} has the axes {', '.join(benchmark.axes)}; these tables need the "
             "axes task and optimizer. kfac-bench report makes other tables"
         )
-    return contest_tables.load(benchmark, ResultStore(results, name, "table", tasks_of(benchmark)))
+    has_studies = (results / name / studies.PART).is_dir()
+    part = studies.PART if has_studies else "table"
+    store = ResultStore(results, name, part, tasks_of(benchmark))
+    return contest_tables.load(benchmark, store, has_studies=has_studies)
 
 
 def _tables(options: argparse.Namespace) -> int:

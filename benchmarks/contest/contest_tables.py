@@ -11,11 +11,13 @@ from statistics import median
 
 import numpy as np
 
+from benchmarks.contest import definitions
+from benchmarks.contest.interpolated import reached
 from benchmarks.contest.packed_runs import PackedRun
 from benchmarks.contest.result_store import ResultStore
 from benchmarks.contest.sitting import comparable_time_s, factors, seconds_by_sitting, tasks_of
 from kfac_bench.benchmark import performance_profile
-from kfac_bench.benchmark.performance_profile import TAU_MAX
+from kfac_bench.benchmark.performance_profile import TAU_MAX, Times
 from kfac_bench.benchmark.schema import Benchmark
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
@@ -98,21 +100,33 @@ class ContestResult:
     benchmark: Benchmark
     runs: Mapping[str, Mapping[str, Sequence[PackedRun]]]
     baselines: Mapping[str, Sequence[PackedRun]]
+    trials: Times | None = None
+    """Of a contest with studies: the seconds of AlgoPerf's definition. Other times are interpolated
+    then."""
 
     def times(self) -> SeedTimes:
         """Return the seconds to target, comparable between sittings."""
         speed = {task: factors(self.baselines[task]) for task in self.runs}
         return {
             task: {
-                name: [comparable_time_s(run, speed[task]) for run in runs]
+                name: [self._seconds(run, speed[task]) for run in runs]
                 for name, runs in row.items()
             }
             for task, row in self.runs.items()
         }
 
+    def _seconds(self, run: PackedRun, speed: Mapping[str, float]) -> float:
+        if self.trials is None:
+            return comparable_time_s(run, speed)
+        return reached(run).seconds * speed.get(run.sitting, 1.0)
 
-def load(benchmark: Benchmark, store: ResultStore) -> ContestResult:
-    """Return the finished runs of the table.
+    def steps(self, run: PackedRun) -> float:
+        """Return the steps to the target."""
+        return score.steps_to_target(run) if self.trials is None else reached(run).steps
+
+
+def load(benchmark: Benchmark, store: ResultStore, *, has_studies: bool = False) -> ContestResult:
+    """Return the finished runs of the table; a contest with studies has one run of each study.
 
     Raises:
         UsageError: The store has no finished run of the table.
@@ -122,15 +136,14 @@ def load(benchmark: Benchmark, store: ResultStore) -> ContestResult:
         for task in tasks_of(benchmark)
     }
     runs: dict[str, dict[str, list[PackedRun]]] = {}
-    names: set[str] = set()
+    names: dict[str, str] = {}
     for optimizer in benchmark.axes["optimizer"]:
         of_task = {
             task: [r for r in each if r.optimizer == optimizer] for task, each in found.items()
         }
         # All runs on a task may have died before their first event, so every task is asked.
         name = _label(benchmark, optimizer, [r for own in of_task.values() for r in own])
-        name = f"{name} ({optimizer})" if name in names else name
-        names.add(name)
+        names[optimizer] = name = f"{name} ({optimizer})" if name in names.values() else name
         for task, own in of_task.items():
             if own:
                 runs.setdefault(task, {})[name] = own
@@ -139,7 +152,23 @@ def load(benchmark: Benchmark, store: ResultStore) -> ContestResult:
         raise UsageError(
             f"no results of {benchmark.title!r}; run kfac-bench run NAME --results FOLDER first"
         )
-    return ContestResult(benchmark, runs, {task: store.runs(task, "baseline") for task in runs})
+    baselines = {task: store.runs(task, "baseline") for task in runs}
+    trials = _best_trials(store, baselines, names) if has_studies else None
+    return ContestResult(benchmark, runs, baselines, trials)
+
+
+def _best_trials(
+    store: ResultStore, baselines: Mapping[str, Sequence[PackedRun]], names: Mapping[str, str]
+) -> Times:
+    """Return the seconds of :func:`.definitions.best_trials` by the optimizers' names."""
+    found: dict[str, dict[str, dict[int, list[float]]]] = {}
+    for task, own in baselines.items():
+        speed = factors(own)
+        for run in store.runs(task, "trial"):
+            of_optimizer = found.setdefault(task, {}).setdefault(names[run.optimizer], {})
+            seconds = reached(run).seconds * speed.get(run.sitting, 1.0)
+            of_optimizer.setdefault(run.seed, []).append(seconds)
+    return definitions.best_trials(found)
 
 
 def _label(benchmark: Benchmark, optimizer: str, runs: Sequence[PackedRun]) -> str:
@@ -162,12 +191,23 @@ END = "<!-- end of what python -m benchmarks.contest tables made -->"
 def tables(result: ContestResult) -> list[Table]:
     """Return the scores, the ratios, the times and the sittings."""
     times = result.times()
+    by_definition = [] if result.trials is None else [_by_definition(result, times)]
     return [
         _scores(result, times),
+        *by_definition,
         performance_profile.table(medians(times), "r on each task"),
         _times(result, times),
         _sittings(result),
     ]
+
+
+def _by_definition(result: ContestResult, times: SeedTimes) -> Table:
+    steps = {
+        task: {name: median(map(result.steps, runs)) for name, runs in row.items()}
+        for task, row in result.runs.items()
+    }
+    assert result.trials is not None
+    return definitions.table(medians(times), steps, result.trials)
 
 
 def _scores(result: ContestResult, times: SeedTimes) -> Table:
@@ -190,13 +230,18 @@ def _scores(result: ContestResult, times: SeedTimes) -> Table:
     columns = ["optimizer", *(f"score{n}" for n in subsets)]
     notes = [
         f"Score: area below the profile for tau in [1, {TAU_MAX:g}], at most 1. Brackets: 95 % "
-        "bootstrap interval over seeds, resampled for each task and optimizer",
+        f"bootstrap interval over {_of(result)}, resampled for each task and optimizer",
         f"r: median seconds to target over those of the task's best optimizer; inf if half missed. "
         f"The last column lists the tasks with r above {NEAR:g}",
         *_missing(result),
     ]
     title = f"Scores: {result.benchmark.title}"
     return Table(title, [*columns, "worst r", f"r above {NEAR:g}"], rows, notes)
+
+
+def _of(result: ContestResult) -> str:
+    """Return what a median is over. A study includes its own tuning."""
+    return "seeds" if result.trials is None else "studies"
 
 
 def _missing(result: ContestResult) -> list[str]:
@@ -209,9 +254,9 @@ def _missing(result: ContestResult) -> list[str]:
         counts = [len(runs) for runs in row.values()]
         few, many = min(counts), max(counts)
         if few < many:
-            notes.append(f"{task}: optimizers have between {few} and {many} seeds")
+            notes.append(f"{task}: optimizers have between {few} and {many} {_of(result)}")
         elif few < (planned := len(result.benchmark.seeds)):
-            notes.append(f"{task}: only {few} of {planned} seeds have run")
+            notes.append(f"{task}: only {few} of {planned} {_of(result)} have run")
         for name, runs in row.items():
             if len({_settings(run) for run in runs} - {""}) > 1:
                 notes.append(f"{task}, {name}: not all runs have the same settings")
@@ -234,13 +279,13 @@ def _times(result: ContestResult, times: SeedTimes) -> Table:
         for name, runs in row.items():
             seconds = times[task][name]
             reached = f"{sum(map(math.isfinite, seconds))} of {len(seconds)}"
-            steps = median(score.steps_to_target(run) for run in runs)
+            steps = median(map(result.steps, runs))
             shown = _with_interval(*score.bootstrap_median(seconds))
             rows.append([task, name, reached, steps, shown, ratios[name][task]])
     columns = ("task", "optimizer", "reached", "steps", "seconds", "r")
     note = (
-        "Medians over seeds; a missed target counts as inf. Brackets: 95 % bootstrap interval of "
-        "the seconds. Seconds of later sittings are scaled to those of the task's first sitting"
+        f"Medians over {_of(result)}; a missed target counts as inf. Brackets: 95 % bootstrap "
+        "interval of the seconds. Seconds of later sittings are scaled to the task's first sitting"
     )
     return Table("Time to target", columns, rows, [note])
 

@@ -130,13 +130,17 @@ def _without_details(started: RunStarted) -> RunStarted:
 
 
 def _thinned(evaluations: Sequence[Evaluated], started: RunStarted, count: int) -> list[Event]:
-    """Return the first, the best and the last evaluation, and others at equal distances."""
+    """Return the first, the best and the last two evaluations, and others at equal distances.
+
+    The time to the target is interpolated between the last two.
+    """
     values = [e.metrics.get(started.metric, math.nan) for e in evaluations]
     known = [i for i, value in enumerate(values) if not math.isnan(value)]
     sign = -1 if started.higher_is_better else 1
     chosen = {min(known, key=lambda i: sign * values[i])} if known else set()
     last = len(evaluations) - 1
     chosen |= {round(i * last / max(1, count - 1)) for i in range(count)} if evaluations else set()
+    chosen |= {last - 1} & {*range(len(evaluations))}
     return [
         replace(
             evaluations[i],

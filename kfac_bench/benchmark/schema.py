@@ -207,6 +207,9 @@ class Tuning:
     """By optimizer, settings that ``kfac-bench try`` runs before the points of the space."""
     labels: dict[str, str] = field(default_factory=dict)
     """By optimizer, its name in tables; null: the usual name."""
+    studies: dict[str, int] = field(default_factory=dict)
+    """By optimizer, how many of the studies it takes part in; null: all. Only the contest's
+    ``study`` reads it."""
     patience: float = 1.0
     """A trial stops when it has taken this many times as long as the best trial of its study."""
 

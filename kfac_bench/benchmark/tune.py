@@ -178,11 +178,12 @@ class TuningRuns:
         seed: int,
         turn: str,
         limit_s: float | None = None,
+        kind: str = "final",
     ) -> TrialResult:
         """Run a trial of a study; see :meth:`TrialRunner.run`.
 
         ``limit_s`` is its longest training, infinite without a limit yet. None: it is the run of a
-        winner on the seed of another study, which has no limit.
+        winner on another seed, which has no limit. The store calls it ``kind``.
         """
         words = self._words(point, settings, seed)
         config = compose.load(words)
@@ -193,7 +194,7 @@ class TuningRuns:
         if limit_s is not None and limit_s < (config.trainer.max_train_s or math.inf):
             words.append(f"trainer.max_train_s={limit_s}")
         cell = Cell(name, tuple(words), 1, point, seed, folder=Path(config.runs_dir) / name)
-        return self._runner.run(cell, settings, "final" if limit_s is None else "trial", turn)
+        return self._runner.run(cell, settings, kind if limit_s is None else "trial", turn)
 
     def _words(self, point: Mapping[str, str], settings: Mapping[str, Any], seed: int) -> list[str]:
         texts = [*self._tuning.overrides]

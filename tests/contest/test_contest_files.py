@@ -10,7 +10,8 @@ from kfac_bench.errors import UsageError
 from kfac_bench.training.run_directory import run_id
 from tests.support.quick import quick_if
 
-NAMES = sorted(path.stem for path in (CONF / "benchmark").glob("*.yaml"))
+WITH_STUDIES = ["pilot", "second"]
+NAMES = sorted({path.stem for path in (CONF / "benchmark").glob("*.yaml")} - {*WITH_STUDIES})
 EXPERIMENTS = sorted(
     str(path.relative_to(CONF / "experiment").with_suffix(""))
     for path in (CONF / "experiment").rglob("*.yaml")
