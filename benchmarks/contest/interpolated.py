@@ -31,9 +31,9 @@ def reached(run: WithEvents) -> Reached:
     if event is None:
         return Reached()
     end = Reached(number(event.step), max(0.0, number(event.train_s)))
-    names = [e.metric for e in run.events if isinstance(e, RunStarted)]
+    metric = next((e.metric for e in run.events if isinstance(e, RunStarted)), "")
     curve = {
-        number(e.step): (max(0.0, number(e.train_s)), number(e.metrics.get(names[0])))
+        number(e.step): (max(0.0, number(e.train_s)), number(e.metrics.get(metric)))
         for e in run.events
         if isinstance(e, Evaluated) and number(e.step) <= end.steps
     }

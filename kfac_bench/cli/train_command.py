@@ -129,7 +129,9 @@ def _train_one(config: TrainConfig, by_layer: bool) -> int:
         from kfac_bench.simulate import plan_report
         from kfac_bench.training import dry_run
 
-        say(plan_report.describe(dry_run.trace(config), by_layer=by_layer))
+        if slurm_rank.is_main_process():
+            report = dry_run.trace(config, slurm_rank.launched_ranks())
+            say(plan_report.describe(report, by_layer=by_layer))
         return 0
     from kfac_bench.training import run_directory
 

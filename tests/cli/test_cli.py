@@ -367,6 +367,16 @@ def test_a_dry_run_prints_the_cost_of_the_papers_model(command, tmp_path):
     assert flop == pytest.approx(32 * 3 * 2 * 4.09, rel=0.05)
 
 
+def test_a_dry_run_of_a_job_is_for_all_its_ranks(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    words = ["model=resnet8", "data=digits", "trainer.batch_size=128", "dry_run=true"]
+    assert train_command.train(words) == 0
+    assert "method inverse, 64 rank(s)" in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "5")
+    assert train_command.train(words) == 0
+    assert capsys.readouterr().out == ""
+
+
 def peak_bytes():
     """Return the most memory that this process has held. A fork starts from 0."""
     return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
