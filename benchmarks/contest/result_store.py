@@ -6,7 +6,8 @@ where they count as finished, and pack every run that they finish. The store is 
 run: at most the run in progress is lost with a machine. Several commands may add runs to a store at
 the same time.
 
-The file of a task is ``FOLDER/NAME/PART/TASK.jsonl.gz``, where PART is ``tuning`` or ``table``.
+The file of a task is ``FOLDER/NAME/PART/TASK.jsonl.gz``, where PART is ``tuning``, ``table`` or
+``studies``.
 """
 
 import fcntl
