@@ -285,7 +285,8 @@ def _times(result: ContestResult, times: SeedTimes) -> Table:
     columns = ("task", "optimizer", "reached", "steps", "seconds", "r")
     note = (
         f"Medians over {_of(result)}; a missed target counts as inf. Brackets: 95 % bootstrap "
-        "interval of the seconds. Seconds of later sittings are scaled to the task's first sitting"
+        "interval of the seconds. Seconds of later sittings are scaled to those of the task's "
+        "first sitting"
     )
     return Table("Time to target", columns, rows, [note])
 
