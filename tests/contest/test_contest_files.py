@@ -15,6 +15,7 @@ NAMES = sorted({path.stem for path in (CONF / "benchmark").glob("*.yaml")} - {*W
 EXPERIMENTS = sorted(
     str(path.relative_to(CONF / "experiment").with_suffix(""))
     for path in (CONF / "experiment").rglob("*.yaml")
+    if path.parent.name != "heldout" or path.parent.parent.name == "contest"  # not a problem file
 )
 
 
