@@ -1,6 +1,7 @@
 """Measure K-FAC's defaults on large networks: docs/lab/real_networks.md.
 
     OMP_NUM_THREADS=1 python benchmarks/real_networks.py [--results FILE] [--table]
+        [--only "NETWORK OPTIMIZER RATE SEED"] [--kfac JSON]
 
 SGD and AdamW run at three usual rates, each alone and with ``KFAC(model, optimizer)``. All runs of
 seed 0 come first. Finished runs are kept in the file and not run again. ``--table`` trains nothing
@@ -184,10 +185,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of finished runs")
     parser.add_argument("--table", action="store_true", help="print the table, train nothing")
+    parser.add_argument(
+        "--only", default="", help="train only pairs that begin so, such as 'ViT-S, digits sgd'"
+    )
+    parser.add_argument("--kfac", type=json.loads, default={}, help="options of KFAC as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     TASKS.update({network.name: network for network in NETWORKS})
-    results, kfac = Results(arguments.results), kfac_options({})
+    results, kfac = Results(arguments.results), kfac_options(arguments.kfac)
     if arguments.table:
         print(*table(results, kfac), sep="\n")
         lines = [json.loads(line) for line in arguments.results.read_text().splitlines()]
@@ -195,8 +200,10 @@ def main() -> None:
         print(*(f"* commit {commit}, threads: {threads}" for commit, threads in code), sep="\n")
         return
     for pair in pairs(kfac):
-        for run in pair:
-            results.get(run)
+        of = pair[0]
+        if f"{of.task} {of.optimizer} {of.rate:g} {of.seed}".startswith(arguments.only):
+            for run in pair:
+                results.get(run)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def _add_self_tune(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _add_study(commands: argparse._SubParsersAction[Parser]) -> None:
     command = commands.add_parser(
-        "study", help="tune each optimizer anew in each study, and run the winners"
+        "study", help="tune each optimizer once in each study, and run the winners"
     )
     command.add_argument("benchmark", help="a benchmark with studies, such as second")
     command.add_argument("--tasks", default="", help="only these tasks, with commas between them")

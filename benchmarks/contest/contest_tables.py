@@ -101,8 +101,8 @@ class ContestResult:
     runs: Mapping[str, Mapping[str, Sequence[PackedRun]]]
     baselines: Mapping[str, Sequence[PackedRun]]
     trials: Times | None = None
-    """Of a contest with studies: the seconds of AlgoPerf's definition. Other times are interpolated
-    then."""
+    """The seconds by AlgoPerf's definition, if the contest has studies. All other times are then
+    interpolated."""
 
     def times(self) -> SeedTimes:
         """Return the seconds to target, comparable between sittings."""

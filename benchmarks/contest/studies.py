@@ -1,4 +1,4 @@
-"""``study NAME``: each optimizer is tuned anew in each study, and its winner meets a new seed.
+"""``study NAME``: each study tunes each optimizer, and runs the winner on a new seed.
 
 A study has its own seed and its own scrambled Halton sequence. For each task and optimizer:
 

@@ -208,8 +208,8 @@ class Tuning:
     labels: dict[str, str] = field(default_factory=dict)
     """By optimizer, its name in tables; null: the usual name."""
     studies: dict[str, int] = field(default_factory=dict)
-    """By optimizer, how many of the studies it takes part in; null: all. Only the contest's
-    ``study`` reads it."""
+    """By optimizer, the number of studies that it takes part in. An optimizer that is not named
+    takes part in all. Only ``python -m benchmarks.contest study`` reads it."""
     patience: float = 1.0
     """A trial stops when it has taken this many times as long as the best trial of its study."""
 
