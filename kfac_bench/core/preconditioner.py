@@ -522,8 +522,7 @@ class KFAC:
     @property
     def dropped_statistics(self) -> int:
         """Statistics of this rank that were left out because they were not finite."""
-        dropped = self._executor.batch_statistics.dropped
-        return 0 if dropped is None else int(dropped)
+        return self._executor.batch_statistics.dropped
 
     def fingerprint(self) -> dict[str, str]:
         """Return values, by name, that must be equal on all ranks after each step."""

@@ -1,6 +1,6 @@
 """The statistics of one batch: from raw moments of this rank to the running averages."""
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ class BatchStatistics:
     Attributes:
         factors: Statistics of A and G, and their weights.
         second_moments: EKFAC's second moments, and their weights.
-        dropped: Statistics left out because they were not finite; a 0-d tensor on the device.
         loss_weight: What multiplied this rank's loss beside the loss scale of all ranks. With 0
             the rank has no statistics.
     """
@@ -36,7 +35,10 @@ class BatchStatistics:
     def __init__(self, scale: Scale, *, of_sums: bool = False, from_identity: bool = False) -> None:
         self.factors: Statistics = {}
         self.second_moments: SecondMoments = {}
-        self.dropped: Tensor | None = None
+        # By device, how many statistics were left out because they were not finite, and what the
+        # statistics since the last fold add to it.
+        self._dropped: dict[torch.device, Tensor] = {}
+        self._lost: list[Tensor] = []
         self._scale = scale
         # True if g is the gradient of a sum over examples (mc, type2), not of the user's own loss.
         self._of_sums = of_sums
@@ -56,10 +58,10 @@ class BatchStatistics:
         moment = new.a if side == "A" else new.g
         if block:
             moment = block_of(moment, layer.spec.blocks(side), int(block))
-        scales = new.scales(self._scale, is_conv=layer.is_conv)
-        moment *= scales[FACTORS.index(side)]
+        scale = new.scales(self._scale, is_conv=layer.is_conv)[FACTORS.index(side)]
         if side == "G":
-            moment *= self._per_example(new.all_examples)
+            scale = scale * self._per_example(new.all_examples)
+        moment *= scale
         weight = new.samples if side == "A" else new.weight_of_g
         self.factors[layer.name, factor] = self._only_finite(moment, weight)
 
@@ -79,12 +81,24 @@ class BatchStatistics:
 
     def _only_finite(self, moment: Tensor, weight: Number) -> tuple[Tensor, Tensor]:
         """Return the statistic and its weight, zeros for one that is not finite."""
-        finite = torch.isfinite(moment.sum())
+        # 0 times infinity is NaN, and NaN differs from 0. isfinite takes four launches on a GPU.
+        unusable = moment.sum() * 0 != 0
         # Without samples, because a gradient was discarded, nothing is lost.
-        lost = (~finite & (weight > 0)).long()
-        # The layers of a model may be on several devices.
-        self.dropped = lost if self.dropped is None else self.dropped + lost.to(self.dropped.device)
-        return moment.masked_fill_(~finite, 0.0), torch.where(finite, 1.0 * weight, 0.0)
+        self._lost.append(unusable & (weight > 0) if isinstance(weight, Tensor) else unusable)
+        return moment.masked_fill_(unusable, 0.0), ~unusable * (1.0 * weight)
+
+    @property
+    def dropped(self) -> int:
+        """Statistics left out because they were not finite. This reads from the device."""
+        self._count_lost()
+        return sum(int(number) for number in self._dropped.values())
+
+    def _count_lost(self) -> None:
+        for device, lost in _by_device(self._lost).items():
+            new = torch.stack([self._lost[i] for i in lost]).sum()
+            old = self._dropped.get(device)
+            self._dropped[device] = new if old is None else old + new
+        self._lost.clear()
 
     def _per_example(self, examples: Number) -> Number:
         return 1 / (examples if self._of_sums else self.loss_weight) ** 2
@@ -109,33 +123,58 @@ class BatchStatistics:
             decay: Weight of the old average.
             loss_scale: What multiplied the loss of every rank before backward.
         """
+        self._count_lost()
+        weights, counts = [], []
         for key, (statistic, samples) in self.factors.items():
-            if side_of(key[1]) == "G":
-                samples = _unscale(statistic, samples, loss_scale)
             if key not in store.factors:
                 is_diagonal = layers[key[0]].spec.is_diagonal(key[1])
                 store.keep_factor(key, identity_like(statistic, is_diagonal=is_diagonal))
                 store.weights[key] = statistic.new_zeros(())
-            share = _count(store.weights[key], samples, decay)
-            if self._from_identity:
-                share = (samples > 0).to(share.dtype) * (1 - decay)
+            is_scaled = side_of(key[1]) == "G"
+            counts.append(_unscale(statistic, samples, loss_scale) if is_scaled else samples)
+            weights.append(store.weights[key])
+        shares = _shares(weights, counts, decay, from_identity=self._from_identity)
+        for (key, (statistic, _)), share in zip(self.factors.items(), shares, strict=True):
             # In half precision, store.factor returns a new tensor: it must be stored again.
             store.keep_factor(key, store.factor(key).lerp_(statistic, share))
         for name, (statistic, samples) in self.second_moments.items():
             if name in store.second_moments:
                 samples = _unscale(statistic, samples, loss_scale)
-                share = _count(store.moment_weights[name], samples, decay)
+                (share,) = _shares([store.moment_weights[name]], [samples], decay)
                 store.second_moments[name].lerp_(statistic, share)
         self.factors.clear()
         self.second_moments.clear()
 
 
-def _count(weight: Tensor, samples: Tensor, decay: float) -> Tensor:
-    """Add a statistic to the weight of an average; return the statistic's share of the average."""
-    # torch.where in place of an if: the host does not wait for the number of samples.
-    present = samples > 0
-    weight.copy_(torch.where(present, decay * weight + 1, weight))
-    return present / weight.clamp_min(1)
+def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
+    """Return the indices of tensors by device: the layers of a model may be on several."""
+    found: dict[torch.device, list[int]] = {}
+    for i, x in enumerate(tensors):
+        found.setdefault(x.device, []).append(i)
+    return found
+
+
+def _shares(
+    weights: Sequence[Tensor],
+    samples: Sequence[Tensor],
+    decay: float,
+    *,
+    from_identity: bool = False,
+) -> list[Tensor]:
+    """Add statistics to the weights of averages; return their shares of the averages.
+
+    All of a device are counted together: one by one they would take many launches.
+    """
+    shares: dict[int, Tensor] = {}
+    for places in _by_device(weights).values():
+        old = torch.stack([weights[i] for i in places])
+        # torch.where in place of an if: the host does not wait for the number of samples.
+        present = torch.stack([samples[i] for i in places]) > 0
+        new = torch.where(present, decay * old + 1, old)
+        share = present * (1 - decay) if from_identity else present / new.clamp_min(1)
+        torch._foreach_copy_([weights[i] for i in places], list(new.unbind()))
+        shares |= zip(places, share.to(old.dtype).unbind(), strict=True)
+    return [shares[i] for i in range(len(weights))]
 
 
 def _unscale(moment: Tensor, samples: Tensor, loss_scale: float | Tensor) -> Tensor:

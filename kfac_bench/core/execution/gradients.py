@@ -60,13 +60,19 @@ class WholeGradients:
 
         p is a preconditioned gradient, g the gradient.
         """
-        rows = []
-        for name, grad in self.whole.items():
-            # Not sums of products: those would write two tensors of the size of the gradient.
-            new, old = self.preconditioned[name].flatten(), grad.flatten()
-            products = torch.dot(new, old), torch.dot(new, new), torch.dot(old, old)
-            rows.append(torch.stack(products).to(self._device))
-        return torch.stack(rows)
+        pairs = [(self.preconditioned[n].flatten(), x.flatten()) for n, x in self.whole.items()]
+        # One call for all layers takes few launches on a GPU.
+        norms = torch._foreach_norm([x for pair in pairs for x in pair])
+        squares = torch._foreach_mul(norms, norms)
+        rows: list[Tensor] = []
+        for (name, grad), (new, old), p, g in zip(
+            self.whole.items(), pairs, squares[::2], squares[1::2], strict=True
+        ):
+            # A gradient that nothing has preconditioned has the same three numbers, bit by bit.
+            # Not a sum of products, which would write a tensor of the size of the gradient.
+            is_same = self.preconditioned[name] is grad
+            rows += [g if is_same else torch.dot(new, old), p, g]
+        return torch.stack([x.to(self._device) for x in rows]).view(-1, 3)
 
     def weight_squares(self) -> Tensor:
         """Return the square of the norm of the weights of each of :attr:`names`, [names]."""

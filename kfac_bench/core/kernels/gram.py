@@ -47,7 +47,9 @@ def sum_of_grams(parts: Iterable[Tensor], bias: bool) -> Tensor:
             out[:, d, :d] = row_sum if first else out[:, d, :d] + row_sum
             out[:, d, d] = count if first else out[:, d, d] + count
     assert out is not None
-    return _mirror_lower(out)
+    if bias or out.is_cpu:
+        return _mirror_lower(out)
+    return out  # one product has made all of it
 
 
 def _add_lower_gram(out: Tensor, rows: Tensor, beta: int) -> None:

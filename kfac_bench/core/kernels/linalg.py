@@ -17,6 +17,11 @@ SHIFT = 1e-6
 """Part of the mean eigenvalue that a second try of eigh adds to the diagonal."""
 
 
+ONE_BY_ONE = 1024
+"""Rows from which a GPU inverts the matrices of a batch one by one: on an H100 three matrices of 4608
+rows take 35 ms so, and 69 ms as a batch."""
+
+
 class DecompositionError(RuntimeError):
     """A factor could be decomposed neither in its own precision nor in float64."""
 
@@ -91,9 +96,11 @@ def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
     is_nonzero = _nonzero_rows(factor, "Cholesky")
     dampings = torch.as_tensor(damping, dtype=factor.dtype, device=factor.device)
     dampings = dampings.expand(factor.shape[:-2])
-    if is_nonzero.all():
+    is_batch = factor.ndim > 2
+    is_slow = is_batch and factor.is_cuda and factor.shape[-1] >= ONE_BY_ONE and len(factor) > 1
+    if not is_slow and is_nonzero.all():
         return _cholesky_inverse(factor, dampings)
-    if factor.ndim > 2:
+    if is_batch:
         return torch.stack(list(map(damped_inverse, factor, dampings)))
     rows = is_nonzero.nonzero().squeeze(-1)
     inverse = torch.diag_embed((1 / dampings).expand(len(factor)))

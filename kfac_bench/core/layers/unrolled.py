@@ -187,7 +187,10 @@ class _Arguments(NamedTuple):
     def shortest(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return ``args`` with one time step of one sample only, without dropout."""
         x, *others = args
-        hx = self.hx[:, :1] if isinstance(self.hx, Tensor) else [h[:, :1] for h in self.hx]
+        is_one = isinstance(self.hx, Tensor)
+        # cuDNN refuses a state that is not contiguous.
+        states = [h[:, :1].contiguous() for h in ([self.hx] if is_one else self.hx)]
+        hx = states[0] if is_one else states
         settings = (self.parameters, self.has_biases, self.layers, 0.0, False, self.bidirectional)
         if self.is_packed:
             return x[:1], others[0].new_ones(1), hx, *settings
