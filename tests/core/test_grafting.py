@@ -55,6 +55,20 @@ def step_beside_oracle(method, **options):
     return kfac, rows
 
 
+@pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
+def test_gradients_whose_squares_are_zero_in_float32_stay_finite(method):
+    """As in the first layers of a deep network: a relative damping of them has no inverse."""
+    model = tiny_model()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), method=method)
+    x, y = batch()
+    (1e-20 * torch.nn.functional.cross_entropy(model(x), y)).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    kfac.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert p.grad.isfinite().all()
+        assert 0 < p.grad.norm() <= 4 * old.norm()
+
+
 @pytest.mark.parametrize("method", ["eigen", "inverse"])
 def test_the_direction_is_the_dense_solution_and_its_part_along_the_gradient_is_the_gradient(
     method,

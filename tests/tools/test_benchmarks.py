@@ -19,6 +19,7 @@ from benchmarks import (
     clipping,
     defaults,
     gpu,
+    gpu_training,
     guards,
     intervals,
     measure,
@@ -452,9 +453,21 @@ def test_the_goal_covers_resnet50_at_one_setting():
     assert found[0]["what"] == "resnet50 (x, tf32), eigen"
 
 
-def test_configurations_cover_the_grid_once_with_the_important_ones_first():
-    assert len(set(gpu.ALL)) == len(gpu.ALL) == 7 * 3
-    assert gpu.ALL[: len(gpu.FIRST)] == gpu.FIRST
+def test_the_page_of_the_gpu_is_that_of_its_results():
+    results = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())
+    assert gpu.page(results) == (ROOT / "docs" / "reference" / "results" / "gpu.md").read_text()
+
+
+def test_the_table_of_training_has_the_runs_that_were_alone():
+    def run(rate, alone, *curve):
+        return gpu_training.Trained("AdamW", rate, 0, alone, list(curve))
+
+    curve = (50, 2.0, 0.8), (100, 4.0, 0.9), (150, 6.0, 0.89)
+    runs = [run(0.1, False, *curve), run(0.2, False, *curve), run(0.2, True, *curve)]
+    *_, row = gpu_training.table(runs).splitlines()
+    assert row == "| AdamW | 0.2 of 2 | 100 | 4.0 | 0.8900 | 6.0 |"
+    *_, row = gpu_training.table(runs, 0.95).splitlines()
+    assert row == "| AdamW | 0.2 of 2 | never | never | 0.8900 | 6.0 |"
 
 
 @pytest.fixture
@@ -487,10 +500,10 @@ def test_configurations_that_do_not_fit_the_time_are_listed(gpu_options, monkeyp
     results = gpu.run(gpu_options)
     # 470 s hold four configurations of 100 s. The fifth needs 90 s, but only 70 s are left.
     names = [(e["name"], e["precision"]) for e in results["models"]]
-    assert names == [(name, precision) for name, _, _, precision in gpu.FIRST[:4]]
-    assert shares[0] == pytest.approx(2 * 470 / 22)
-    assert shares[1] == pytest.approx(2 * 370 / 21)
-    assert len(results["left_out"]) == 21 - 4
+    assert names == [(name, precision) for name, _, _, precision in gpu.ALL[:4]]
+    assert shares[0] == pytest.approx(2 * 470 / 8)
+    assert shares[1] == pytest.approx(2 * 370 / 7)
+    assert len(results["left_out"]) == 7 - 4
     assert results["left_out"][0] == {
         "configuration": "resnet50 (batch 256, bf16)",
         "reason": "70 s left, needs 90 s",
@@ -501,7 +514,7 @@ def test_configurations_that_do_not_fit_the_time_are_listed(gpu_options, monkeyp
 def test_models_that_nothing_was_measured_of_are_listed_when_the_time_is_over(gpu_options):
     gpu_options.minutes = 0.01
     results = gpu.run(gpu_options)
-    assert [x["reason"] for x in results["left_out"]] == ["no time left"] * 21
+    assert [x["reason"] for x in results["left_out"]] == ["no time left"] * 7
     assert "* bert_base (batch 8, 512 tokens, bf16): no time left" in gpu_options.page.read_text()
 
 
@@ -514,7 +527,7 @@ def test_a_failed_configuration_does_not_end_the_others(gpu_options, monkeypatch
 
     monkeypatch.setattr(gpu, "measure_case", measured)
     results = gpu.run(gpu_options)
-    assert len(seen) == len(results["left_out"]) == 21
+    assert len(seen) == len(results["left_out"]) == 7
     assert results["left_out"][3]["reason"] == "CUDA out of memory. Tried"
 
 

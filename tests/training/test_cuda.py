@@ -85,7 +85,7 @@ def test_one_rank_that_torchrun_starts(tmp_path, options):
     words = [*RESNET, *STEPS, f"trainer.device={DEVICE}", f"runs_dir={tmp_path}", *options]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", "1", "-m", "kfac_bench", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)  # noqa: S603
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 

@@ -76,7 +76,9 @@ class WriteBack:
             # The limits judge what is written: p times the preconditioned gradient plus g times
             # the gradient.
             square = p.square() * new + 2 * p * g * dot + g.square() * old
-            products = torch.stack([p * dot + g * old, square, old], 1)
+            # A preconditioned gradient that does not count (p = 0) may be infinite.
+            square = torch.where(p > 0, square, g.square() * old)
+            products = torch.stack([torch.where(p > 0, p * dot, 0.0) + g * old, square, old], 1)
         if has_limit:
             limits = self._limit(gradients, products, kl_clip)
         self._cosine_of = names if track_cosine else []

@@ -24,6 +24,9 @@ IS_NOISE = 1e-5
 HALF_IS_NOISE = 1e-2
 CHECKS = 2
 """Number of comparisons with a clear result that each layer needs."""
+MOST_UNCLEAR = 5
+"""After so many comparisons without a clear result a layer is compared no more. In half precision
+the gradient of a convolution is often smaller than what could be rounding errors."""
 
 
 class StatisticsCheck:
@@ -55,6 +58,7 @@ class StatisticsCheck:
         self._on_leave, self._warn = leave, warn
         self._capture, self._identity = capture, capture.identity
         self._passed = dict.fromkeys(self._layers, 0)
+        self._unclear = dict.fromkeys(self._layers, 0)
         self._model, self._find = model, find
         self._before = self._parameters()
         self._has_new = False
@@ -92,7 +96,9 @@ class StatisticsCheck:
                 f"(such layers: {len(names)}). The optimizer trains the layer without K-FAC",
             )
             self.leave(names)
-        self._passed = dict.fromkeys(self._layers, 0)  # compare all layers again
+        # Compare all layers again.
+        self._passed = dict.fromkeys(self._layers, 0)
+        self._unclear = dict.fromkeys(self._layers, 0)
         if self._identity is not None:
             self._identity.due.update(self._capture.computed - self._capture.left)
 
@@ -182,12 +188,14 @@ class StatisticsCheck:
         total, gradient, rest, bound = squares
         size = max(total, gradient)
         noise = HALF_IS_NOISE if is_half else IS_NOISE
-        if not all(map(math.isfinite, squares)) or size <= noise**2 * bound:
+        if not bound or not all(map(math.isfinite, squares)):
             return None
-        self._passed[name] += 1
-        if self._identity is not None and self._passed[name] >= CHECKS:
+        is_clear = size > noise**2 * bound
+        counts, most = (self._passed, CHECKS) if is_clear else (self._unclear, MOST_UNCLEAR)
+        counts[name] += 1
+        if self._identity is not None and counts[name] >= most:
             self._identity.due.discard(name)
-        return math.sqrt(rest / size)
+        return math.sqrt(rest / size) if is_clear else None
 
     def _warn_of_difference(self, wrong: Mapping[str, float]) -> None:
         name, share = next(iter(wrong.items()))

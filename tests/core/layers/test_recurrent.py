@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
+from kfac_bench.core.layers import unrolled as unrolled_module
 from kfac_bench.core.layers.coverage import find_layers
 from kfac_bench.core.layers.unrolled import UnrolledForward
 from tests.support import oracle, recurrent_oracle
@@ -263,6 +264,22 @@ def test_a_sequence_without_a_batch_is_one_sample():
 
 
 # the unrolled forward
+
+
+def test_autocast_asks_the_fused_function_with_contiguous_states(monkeypatch):
+    """cuDNN refuses other states; a CPU takes them."""
+    asked = []
+    own = unrolled_module._in_dtypes_of
+    monkeypatch.setattr(
+        unrolled_module,
+        "_in_dtypes_of",
+        lambda f, args, out: asked.append(args) or own(f, args, out),
+    )
+    with UnrolledForward(), torch.autocast("cpu", torch.bfloat16):
+        nn.LSTM(3, 4, 2, batch_first=True)(torch.randn(5, 6, 3))
+        nn.GRU(3, 4, bidirectional=True)(torch.randn(6, 5, 3))
+    (_, (h, c), *_), (_, state, *_) = asked
+    assert all(x.shape[1] == 1 and x.is_contiguous() for x in (h, c, state))
 
 
 @pytest.mark.filterwarnings("ignore:.*oneDNN")
