@@ -212,10 +212,10 @@ def _by_definition(result: ContestResult, times: SeedTimes) -> Table:
 
 def _scores(result: ContestResult, times: SeedTimes) -> Table:
     held_out = [task for task in times if task in result.benchmark.held_out]
-    develop = [task for task in times if task not in held_out]
+    others = [task for task in times if task not in held_out]
     subsets = {"": [*times]}
-    if held_out and develop:
-        subsets |= {" develop": develop, " held out": held_out}
+    if held_out and others:
+        subsets |= {" other tasks": others, " held out": held_out}
     intervals = {n: score_intervals(times, tasks) for n, tasks in subsets.items()}
     ratios = performance_profile.ratios(medians(times))
     rows: list[list[Value]] = []

@@ -487,7 +487,7 @@ def test_the_score_table_has_subsets_and_names_slow_tasks(lab):
         store.add(packed("sgd", TASKS[1], seed, 3.0))
         store.add(packed("adamw", TASKS[1], seed, 3.3))
     scores, ratios, times, sittings = contest_tables.tables(contest_tables.load(benchmark, store))
-    assert scores.columns[1:4] == ["score", "score develop", "score held out"]
+    assert scores.columns[1:4] == ["score", "score other tasks", "score held out"]
     assert scores.rows == [
         ["adamw", "0.983 (0.983 to 0.983)", "1 (1 to 1)", "0.967 (0.967 to 0.967)",
          pytest.approx(1.1), "none"],
