@@ -503,3 +503,15 @@ def test_other_dtypes_train_and_keep_theirs(dtype):
     assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in model.parameters())
     factor = kfac.state_dict()["layers"]["0"]["A"]["factor"]
     assert factor.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_layers_of_two_dtypes_keep_theirs():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3).double())
+    kfac = KFAC(model, sgd(model), update_freq=1, factor_update_freq=1)
+    for _ in range(2):
+        model.zero_grad()
+        model[1](model[0](torch.randn(8, 4)).double()).square().mean().backward()
+        kfac.step()
+    assert [p.grad.dtype for p in model.parameters()] == 2 * [torch.float32] + 2 * [torch.float64]
+    factors = [layer["A"]["factor"].dtype for layer in kfac.state_dict()["layers"].values()]
+    assert factors == [torch.float32, torch.float64]

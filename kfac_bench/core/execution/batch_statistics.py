@@ -1,6 +1,6 @@
 """The statistics of one batch: from raw moments of this rank to the running averages."""
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
@@ -94,10 +94,10 @@ class BatchStatistics:
         return sum(int(number) for number in self._dropped.values())
 
     def _count_lost(self) -> None:
-        for device, lost in _by_device(self._lost).items():
-            new = torch.stack([self._lost[i] for i in lost]).sum()
-            old = self._dropped.get(device)
-            self._dropped[device] = new if old is None else old + new
+        for places in _alike(self._lost):
+            new = torch.stack([self._lost[i] for i in places]).sum()
+            old = self._dropped.get(new.device)
+            self._dropped[new.device] = new if old is None else old + new
         self._lost.clear()
 
     def _per_example(self, examples: Number) -> Number:
@@ -146,12 +146,12 @@ class BatchStatistics:
         self.second_moments.clear()
 
 
-def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
-    """Return the indices of tensors by device: the layers of a model may be on several."""
-    found: dict[torch.device, list[int]] = {}
+def _alike(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
+    """Return the indices of tensors of one device and dtype: the layers of a model may differ."""
+    found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, x in enumerate(tensors):
-        found.setdefault(x.device, []).append(i)
-    return found
+        found.setdefault((x.device, x.dtype), []).append(i)
+    return found.values()
 
 
 def _shares(
@@ -163,10 +163,10 @@ def _shares(
 ) -> list[Tensor]:
     """Add statistics to the weights of averages; return their shares of the averages.
 
-    All of a device are counted together: one by one they would take many launches.
+    Those that are alike are counted together: one by one they would take many launches.
     """
     shares: dict[int, Tensor] = {}
-    for places in _by_device(weights).values():
+    for places in _alike(weights):
         old = torch.stack([weights[i] for i in places])
         # torch.where in place of an if: the host does not wait for the number of samples.
         present = torch.stack([samples[i] for i in places]) > 0
