@@ -45,7 +45,7 @@ COMMON = [
 TARGET = 0.9
 RESULTS = Path(__file__).parent / "results" / "gpu_training.json"
 HEADER = """\
-| optimizer | rate | steps to {target:g} | seconds to {target:g} | accuracy at the end | seconds |
+| optimizer | rate (of so many) | steps to {target:g} | seconds to {target:g} | accuracy at the end | seconds |
 | --- | --- | ---: | ---: | ---: | ---: |"""
 
 
@@ -71,7 +71,7 @@ def read(path: Path) -> list[Trained]:
 
 
 def table(found: Sequence[Trained], target: float = TARGET) -> str:
-    """Return the table of the runs that had the machine for themselves."""
+    """Return the table of the runs that were alone on the machine, and which have not run."""
     lines = [HEADER.format(target=target)]
     for name in OPTIMIZERS:
         tried = len({run.rate for run in found if run.optimizer == name and not run.alone})
@@ -81,9 +81,12 @@ def table(found: Sequence[Trained], target: float = TARGET) -> str:
                 _, end_s, accuracy = run.curve[-1]
                 is_met = math.isfinite(steps)
                 met = [f"{steps:g}", f"{seconds:.1f}"] if is_met else ["never", "never"]
-                cells = [name, f"{run.rate:g} of {tried}", *met, f"{accuracy:.4f}", f"{end_s:.1f}"]
+                cells = [name, f"{run.rate:g} ({tried})", *met, f"{accuracy:.4f}", f"{end_s:.1f}"]
                 lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    missing = [
+        name for name in OPTIMIZERS if not any(r.alone and r.optimizer == name for r in found)
+    ]
+    return "\n".join([*lines, *(["", f"Not run yet: {', '.join(missing)}."] if missing else [])])
 
 
 def train(name: str, rate: float, seed: int, options: argparse.Namespace, alone: bool) -> Trained:

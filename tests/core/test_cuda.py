@@ -1,6 +1,6 @@
 """The core on a GPU, compared with float64 on the CPU. Without a GPU these tests are skipped.
 
-KFAC_TEST_DEVICE=cpu runs them on a CPU.
+KFAC_TEST_DEVICE=cpu runs them on a CPU, where torch has no recurrent layers in fp16.
 """
 
 import copy

@@ -464,10 +464,11 @@ def test_the_table_of_training_has_the_runs_that_were_alone():
 
     curve = (50, 2.0, 0.8), (100, 4.0, 0.9), (150, 6.0, 0.89)
     runs = [run(0.1, False, *curve), run(0.2, False, *curve), run(0.2, True, *curve)]
-    *_, row = gpu_training.table(runs).splitlines()
-    assert row == "| AdamW | 0.2 of 2 | 100 | 4.0 | 0.8900 | 6.0 |"
-    *_, row = gpu_training.table(runs, 0.95).splitlines()
-    assert row == "| AdamW | 0.2 of 2 | never | never | 0.8900 | 6.0 |"
+    *_, row, _, missing = gpu_training.table(runs).splitlines()
+    assert row == "| AdamW | 0.2 (2) | 100 | 4.0 | 0.8900 | 6.0 |"
+    assert missing.startswith("Not run yet: SGD with momentum, SGD with K-FAC, AdamW with K-FAC, ")
+    *_, row, _, _ = gpu_training.table(runs, 0.95).splitlines()
+    assert row == "| AdamW | 0.2 (2) | never | never | 0.8900 | 6.0 |"
 
 
 @pytest.fixture
