@@ -36,13 +36,13 @@ class Conduct:
     """True if a GPU works on all layers of one shape at once."""
     tensor_calls: int = 0
     """Calls for each parameter tensor in a step, after its gradient has been reduced."""
-    factor_calls: int = 29
+    factor_calls: int = 14
     """Calls to compute one factor and to update its running average."""
     decomposition_calls: int = 23
     """Calls to decompose the factors of one batch."""
     precondition_calls: int = 13
     """Calls to precondition the gradients of one batch of layers."""
-    write_calls: int = 7
+    write_calls: int = 5
     """Calls to clip and write the gradient of one layer, whichever rank preconditioned it."""
     share_calls: int = 0
     """Calls to send or receive one preconditioned gradient, if each is a message of its own."""

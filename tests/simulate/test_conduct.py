@@ -109,7 +109,7 @@ def test_calls_add_to_the_work_only_where_the_host_waits():
 
 def test_a_step_without_a_conduct_has_the_calls_of_its_method():
     work, machine = work_of(1), replace(MACHINE, rates=replace(RATES, op_s=1e-1))
-    for method, calls in (("eigen", 13 + 7), ("inverse", 4 + 7)):
+    for method, calls in (("eigen", 13 + 5), ("inverse", 4 + 5)):
         (cell,) = sweep(work, machine, [Variant("comm_opt")], [1], Intervals(1, 1), method)
         assert cell.time.stages_s[Stage.PRECONDITION] == pytest.approx(2 * calls * 0.1)
 
@@ -119,7 +119,7 @@ def test_a_gpu_works_on_all_layers_of_one_shape_at_once():
     machine = replace(MACHINE, rates=replace(RATES, op_s=1e-1))
     for each, batches in ((machine, 1), (replace(machine, crowding={2: 1.0}), 4)):
         (cell,) = sweep(work_of(4), each, [Variant("comm_opt")], [1], Intervals(1, 1), "inverse")
-        calls = 4 * (batches + 1) + 7 * 5  # the wide layer is a batch of its own
+        calls = 4 * (batches + 1) + 5 * 5  # the wide layer is a batch of its own
         assert cell.time.stages_s[Stage.PRECONDITION] == pytest.approx(calls * 0.1)
 
 

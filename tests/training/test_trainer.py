@@ -467,7 +467,8 @@ def counted_here(folder):
     """On every rank: what rank 0 records when each rank counts its own."""
     trainer = trainer_of(folder, *STABLE, backend=here())
     trainer.kfac._executor.solver.failed = 1 + trainer.ranks.rank
-    trainer.kfac._executor.batch_statistics.dropped = torch.tensor(10 * (1 + trainer.ranks.rank))
+    statistics = trainer.kfac._executor.batch_statistics
+    statistics._lost += 10 * (1 + trainer.ranks.rank) * [torch.ones((), dtype=torch.bool)]
     first, *others = trainer.kfac.layer_names
     known = {first: 3.0} if trainer.ranks.rank == 0 else {first: 3.0, others[0]: 7.0}
     trainer.kfac.conditions = lambda: known
