@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, tuple[list[str], tuple[float, ...]]] = {
     "AdamW with K-FAC": (["optimizer=adamw"], (0.001, 0.003)),
     "EigenAdam": (["optimizer=eigen_adam"], (0.001, 0.003)),
 }
-"""By name: options, and the rates to choose from. The optimizers alone have more."""
+"""Options of kfac-train and the rates to choose from. SGD and AdamW alone have more rates."""
 COMMON = [
     *("model=resnet50", "data=fashion_mnist", "schedule=cosine", "trainer.batch_size=256"),
     *("trainer.precision=bf16", "trainer.channels_last=true", "trainer.eval_freq=50"),

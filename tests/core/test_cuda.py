@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 OPTIONS = {"damping": 0.03, "update_freq": 2, "factor_update_freq": 1}
 TOLERANCE = 1e-3
-"""Of a tensor's norm, for fp32. Rounding alone leaves 1e-6 to 1e-4."""
+"""Largest error in fp32 as a share of a tensor's norm. Rounding alone leaves 1e-6 to 1e-4."""
 
 
 class Recurrent(nn.Module):
