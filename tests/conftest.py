@@ -58,6 +58,12 @@ def pytest_collection():
         gc.enable()
 
 
+def pytest_collectstart(collector):
+    """Tensors that a test file makes when it is imported are the same in each collection."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 def pytest_addoption(parser):
     parser.addoption("--support", type=Path, help="write what tests marked supports show: JSON")
 
