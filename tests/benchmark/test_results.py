@@ -508,7 +508,7 @@ def test_a_number_that_the_table_gave_says_so_and_has_no_ratio(row):
 def test_a_matrix_has_the_shape_of_the_papers_table(row):
     tree = Benchmark(**(vars(ROW) | {"matrix": MatrixSpec(["accuracy"], "batch", "optimizer")}))
     shown = result_tables.matrix(tree, list(results(row).values()))
-    assert shown.columns == ["batch", "accuracy, SGD", "accuracy, K-FAC"]
+    assert shown.columns == ["batch", "accuracy (%), SGD", "accuracy (%), K-FAC"]
     assert shown.rows == [["64", "75 (80)", "40 (90)"], ["256", "\u2013 (70)", None]]
     assert result_tables.matrix(ROW, []) is None
 
