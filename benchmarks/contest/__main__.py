@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.contest import contest_tables, self_tune, setup, spaces, studies
+from benchmarks.contest import contest_tables, setup, spaces, studies
 from benchmarks.contest.contest_tables import ContestResult
 from benchmarks.contest.result_store import ResultStore
 from benchmarks.contest.sitting import Sitting, tasks_of
@@ -32,7 +32,6 @@ def build_parser() -> Parser:
     parser = Parser(prog=PROGRAM, description="Tune, run and judge a contest of optimizers.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     tune_command.add_tune(commands)
-    _add_self_tune(commands)
     _add_study(commands)
     suite_command.add_run(commands)
     suite_command.add_report(commands)
@@ -43,14 +42,6 @@ def build_parser() -> Parser:
             run_command=lambda options, run=run: run(options, open_sitting, PROGRAM)
         )
     return parser
-
-
-def _add_self_tune(commands: argparse._SubParsersAction[Parser]) -> None:
-    command = commands.add_parser(
-        "self-tune", help="choose one setting of each optimizer for all tasks, from its trials"
-    )
-    tune_command.add_tuning_options(command, "folder for the benchmark file NAME_self_tuned.yaml")
-    command.set_defaults(run_command=_self_tune)
 
 
 def _add_study(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -79,11 +70,6 @@ def _add_tables(commands: argparse._SubParsersAction[Parser]) -> None:
         type=Path,
         help="Markdown page that gets the tables between its two marks, and the figure beside it",
     )
-    command.add_argument(
-        "--than",
-        metavar="BENCHMARK",
-        help="add a table that compares the seconds with those of another benchmark",
-    )
     command.add_argument("--svg", type=Path, help="write the figure of the profiles to this file")
     command.set_defaults(run_command=_tables)
 
@@ -101,19 +87,6 @@ def open_sitting(
     name = schema.stem(options.benchmark)
     store = ResultStore(options.results, name, part, tasks_of(benchmark))
     return Sitting(benchmark, Path(runs_dir), say, store, options.minutes)
-
-
-def _self_tune(options: argparse.Namespace) -> int:
-    benchmark, runs_dir, session = tune_command.tuning_session(options, open_sitting)
-    name, out = options.benchmark, options.out
-    if self_tune.self_tune(name, benchmark, runs_dir, out, say, session):
-        words = [f"{name}{self_tune.SUFFIX}"]
-        say_next(command_line(f"{PROGRAM} run", words), f"settings: {out}")
-    else:
-        words = [name, "--results", options.results, "--out", out]
-        words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
-        say_next(command_line(f"{PROGRAM} self-tune", words), "continues")
-    return 0
 
 
 def _study(options: argparse.Namespace) -> int:
@@ -157,11 +130,7 @@ def _packed(name: str, results: Path) -> ContestResult:
 def _tables(options: argparse.Namespace) -> int:
     result = _packed(options.benchmark, options.results)
     figures = [options.svg] if options.svg is not None else []
-    made = contest_tables.tables(result)
-    if options.than is not None:
-        other = _packed(options.than, options.results)
-        made.append(contest_tables.compared(result, options.benchmark, other, options.than))
-    text = "\n".join(table.markdown() for table in made)
+    text = "\n".join(table.markdown() for table in contest_tables.tables(result))
     if options.into is None:
         say(text)
     else:

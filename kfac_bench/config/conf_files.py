@@ -26,7 +26,7 @@ benchmarks/ does."""
 
 IN_THE_CONTEST = {
     "benchmark": ("contest", "embedded", "one_rate"),
-    "experiment": ("contest/", "contest_twice/", "embedded/"),
+    "experiment": ("contest/", "embedded/"),
     "optimizer": ("kl_shampoo", "kl_soap"),
 }
 """First parts of the names of choices that have left the package, by group."""

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from benchmarks.contest import __main__ as contest_command
-from benchmarks.contest import contest_tables, self_tune
+from benchmarks.contest import contest_tables
 from benchmarks.contest.packed_runs import PackedRun
 from benchmarks.contest.result_store import ResultStore
 from benchmarks.contest.setup import CONF
@@ -23,7 +23,6 @@ from benchmarks.contest.sitting import (
     tasks_of,
 )
 from kfac_bench.benchmark import grid, local_runs, schema, suite, trials, tune
-from kfac_bench.benchmark.grid import WorkSession
 from kfac_bench.benchmark.schema import Benchmark, Tuning
 from kfac_bench.cli.entry import exit_with
 from kfac_bench.config import compose, conf_files
@@ -401,72 +400,6 @@ def test_options_of_a_task_hold_for_trials_and_for_the_table(lab):
     assert 1.05 not in limits["autoencoder"]
 
 
-# ---- one setting for all tasks ----
-
-
-def test_every_task_has_the_same_trials(lab):
-    store = lab.tune(contest()).store
-    settings = [
-        {(r.optimizer, r.seed, json.dumps(r.settings)) for r in store.runs(task, "trial")}
-        for task in TASKS
-    ]
-    assert settings[0] == settings[1]
-    assert len(settings[0]) == 8
-
-
-def test_the_mean_ratio_is_geometric_and_a_miss_counts_4():
-    assert self_tune.mean_ratio({"a": 2.0, "b": 8.0}, {"a": 1.0, "b": 1.0}) == pytest.approx(8**0.5)
-    assert self_tune.mean_ratio({"a": INF, "b": 1.0}, {"a": 1.0, "b": 1.0}) == pytest.approx(2)
-    assert self_tune.mean_ratio({"a": INF}, {"a": INF}) == pytest.approx(4)
-
-
-def test_self_tuning_chooses_the_setting_that_serves_all_tasks(lab):
-    """The best rates of the tasks differ; a rate between them has the smallest product."""
-    benchmark = contest()
-    benchmark.tuning.trials, benchmark.tuning.patience = 3, 100.0
-    rates = [t["optimizer.lr"] for s in (0, 1) for t in trials.trial_settings(
-        benchmark.tuning, "sgd", s)]  # fmt: skip
-    wanted = {"resnet8": min(rates), "autoencoder": max(rates)}
-    lab.seconds = lambda config: 1 + math.log(config.optimizer.lr / wanted[config.model.name]) ** 2
-    sitting = lab.tune(benchmark)
-    lab.new_machine()
-    sitting, runs_dir = lab.sitting(benchmark)
-    self_tune.self_tune("contest", benchmark, runs_dir, lab.out, lab.said.append, sitting)
-    found = yaml.safe_load((lab.out / "contest_self_tuned.yaml").read_text())
-
-    def product(lr):
-        return math.prod(min(4, 1 + math.log(lr / best) ** 2) for best in wanted.values())
-
-    best = min(rates, key=product)
-    assert best not in wanted.values(), "the test would not tell a mean from one task"
-    assert f"optimizer.lr={best}" in found["each"]["optimizer"]["sgd"]
-    assert found["overrides"] == ["experiment={task}", "logger=none"]
-    assert found["seeds"] == [10, 11]
-    assert all(c.trainer.target is None or c.seed in (1, 2) for c in lab.trained)
-    again = Benchmark(**found)
-    config = grid.cells(again, "runs")[0].config()
-    assert (config.label, config.seed, config.optimizer.lr) == ("sgd", 10, best)
-
-
-def test_held_out_tasks_have_no_say_in_self_tuning(lab):
-    benchmark = contest(held_out=TASKS[1:])
-    lab.tune(benchmark, only="contest/digits/resnet")
-    sitting, runs_dir = lab.sitting(benchmark)
-    self_tune.self_tune("contest", benchmark, runs_dir, lab.out, lab.said.append, sitting)
-    assert {c.model.name for c in lab.trained} == {"resnet8"}
-    shown = [line for line in lab.said if line.startswith("sgd, study")]
-    assert [line.partition(": median")[0] for line in shown] == [
-        "sgd, study 1 of 2, digits/resnet",
-        "sgd, study 2 of 2, digits/resnet",
-    ]
-    with pytest.raises(UsageError, match="sgd on digits/autoencoder: a trial of seed 1 is missing"):
-        self_tune.self_tune("contest", contest(), runs_dir, lab.out, print, sitting)
-    with pytest.raises(UsageError, match="contest: every task is held out"):
-        self_tune.self_tune("contest", contest(held_out=TASKS), runs_dir, lab.out, print, sitting)
-    with pytest.raises(UsageError, match="name them by --results"):
-        self_tune.self_tune("contest", contest(), "runs", lab.out, print, WorkSession())
-
-
 # ---- tables ----
 
 
@@ -638,10 +571,9 @@ def test_a_real_contest_from_tuning_to_its_tables(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     Path("results").mkdir()
     tune_words = ["tune", "tiny", "--out", ".", "--results", "results"]
-    self_words = ["self-tune", "tiny", "--out", ".", "--results", "results"]
     run_words = ["run", "tiny", "--results", "results", "--minutes", "30"]
     for machine in (1, 2):
-        for words in (tune_words, self_words, run_words):
+        for words in (tune_words, run_words):
             with pytest.raises(SystemExit) as caught:
                 command(words)
             assert caught.value.code == 0, words
@@ -651,7 +583,6 @@ def test_a_real_contest_from_tuning_to_its_tables(tmp_path, monkeypatch, capsys)
         assert len(took) == (4 if machine == 1 else 0), took
         Path("runs").rename(f"machine{machine}")
         assert ("finished runs taken from the results" in said) == (machine == 2)
-        assert "next: python -m benchmarks.contest run tiny_self_tuned   (settings: .)\n" in said
     page = Path("page.md")
     page.write_text("before\n<!-- made by python -m benchmarks.contest tables tiny --into -->old\n")
     words = ["tables", "tiny", "--results", "results", "--svg", "p.svg"]

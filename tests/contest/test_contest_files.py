@@ -40,7 +40,7 @@ def test_a_forked_run_has_the_optimizers_of_the_contest(tmp_path):
     ("command", "line"),
     [
         ("contest contest --results r", "python -m benchmarks.contest tables contest --results r"),
-        ("self-tune contest --out x", "python -m benchmarks.contest self-tune contest --out x"),
+        ("self-tune contest --out x", "kfac-bench self-tune was removed"),
         ("run contest", "benchmark=contest: is not in the package; in a clone run it with python"),
         ("run demo --results r", "python -m benchmarks.contest run demo --results"),
         ("tune demo --out . --results r", "python -m benchmarks.contest tune demo --results"),
@@ -93,8 +93,7 @@ def test_run_ids_of_moved_experiments_stay():
 
 
 def test_a_benchmark_has_the_values_of_the_one_that_it_extends():
-    contest, twice = schema.load("contest"), schema.load("contest_twice")
-    assert twice.tuning.space == contest.tuning.space
-    assert (twice.tuning.trials, contest.tuning.trials) == (12, 6)
-    assert twice.axes == contest.axes | {"task": twice.axes["task"]}
-    assert twice.held_out == []
+    pilot, second = schema.load("pilot"), schema.load("second")
+    assert second.tuning.labels == pilot.tuning.labels | {"adam": "Adam at 0.001, not tuned"}
+    assert (second.tuning.trials, pilot.tuning.trials) == (6, 12)
+    assert second.axes["task"] != pilot.axes["task"]
