@@ -41,7 +41,7 @@ def test_cells_of_claims_are_valid_runs_on_two_cores(name):
         assert config.data.name == "fashion_mnist"
         assert cell.ranks * config.trainer.threads <= 2
         assert not config.logger.wandb
-    assert row.seeds == [0, 1, 2]
+    assert row.seeds == [*range(len(row.seeds))] and len(row.seeds) >= 9
     assert row.tuning is None or not {*row.tuning.seeds} & {*row.seeds}
 
 
