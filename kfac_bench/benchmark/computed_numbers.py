@@ -3,8 +3,8 @@
 Each function takes the words of a cell (conf/benchmark/NAME.yaml).
 
 ``kind: plan`` (:func:`plan_numbers`), what K-FAC stores and sends, from the plan that ranks would
-execute: ``ranks=N``, ``examples=N`` (of a rank in a step), ``strategy=``, ``fraction=``. All other
-words are overrides of kfac-train.
+execute: ``ranks=N``, ``examples=N`` (of a rank in a step), ``strategy=``, ``fraction=``, and
+``hardware=`` to add the simulated time of a step. All other words are overrides of kfac-train.
 
 ``kind: simulate`` (:func:`step_numbers`), the seconds of a step on many ranks of a machine:
 
@@ -58,12 +58,14 @@ from kfac_bench.training import dry_run
 from kfac_bench.training.build import Builders
 
 MB = 1e6
-OWN = ("ranks", "examples", "strategy", "fraction")
+OWN = {"ranks", "examples", "strategy", "fraction", "hardware"}
+OWN |= {"budget_gb", "global", "optimizer_copies"}  # of kind: fit alone
+"""Words of the cells that are not overrides of kfac-train."""
 
 
-def config_of(words: Mapping[str, str], own: tuple[str, ...] = OWN) -> TrainConfig:
+def config_of(words: Mapping[str, str]) -> TrainConfig:
     """Return the configuration that the words describe; ``strategy=sgd`` means no K-FAC."""
-    overrides = [f"{name}={value}" for name, value in words.items() if name not in own]
+    overrides = [f"{name}={value}" for name, value in words.items() if name not in OWN]
     ranks, examples = int(words.get("ranks", 1)), int(words.get("examples", 1))
     overrides.append(f"trainer.batch_size={ranks * examples}")
     strategy = words.get("strategy", "")
@@ -76,11 +78,13 @@ def config_of(words: Mapping[str, str], own: tuple[str, ...] = OWN) -> TrainConf
 
 def plan_numbers(words: Mapping[str, str]) -> dict[str, float]:
     """Return the megabytes of the heaviest rank, and the messages and megabytes of a mean step."""
-    run = dry_run.trace(config_of(words), int(words.get("ranks", 1)))
+    config = config_of(words)
+    run = dry_run.trace(config, int(words.get("ranks", 1)))
     ranks = plan_report.as_dict(run)["ranks"]
     memory = [rank["memory_bytes"] for rank in ranks]
     step = [rank["per_step"] for rank in ranks]
-    return {
+    times = _times(words, config, int(words["examples"])) if "hardware" in words else {}
+    return times | {
         "state_mb": max(m["factors"] + m["decompositions"] + m.get("moments", 0) for m in memory)
         / MB,
         "factors_mb": max(m["factors"] for m in memory) / MB,
@@ -190,7 +194,6 @@ def _phase_s(words: Mapping[str, str], phase: str, strategy: str, steps: int, pa
     return step_numbers(common | own | {"strategy": strategy})["train_s"]
 
 
-_FIT_WORDS = (*OWN, "budget_gb", "hardware", "optimizer_copies", "global")
 _FEW, _MORE = 2, 6
 """Examples of the two forward passes. Batch norm needs more than one example."""
 
@@ -232,11 +235,11 @@ def fit_numbers(words: Mapping[str, str]) -> dict[str, float]:
     Raises :class:`UsageError` if not even one example fits.
     """
     ranks, budget = int(words["ranks"]), float(words["budget_gb"]) * 1e9
-    config = config_of({**words, "examples": str(_FEW)}, _FIT_WORDS)
+    config = config_of({**words, "examples": str(_FEW)})
     run = dry_run.trace(config, ranks)
     kfac = max((cost.peak_bytes for cost in run.ranks), default=0)
     state = (2 + float(words.get("optimizer_copies", 1))) * 4 * run.parameters
-    base = tuple(f"{k}={v}" for k, v in words.items() if k not in _FIT_WORDS)
+    base = tuple(f"{k}={v}" for k, v in words.items() if k not in OWN)
     fixed, each = _activations((*base, f"trainer.batch_size={_MORE}"))
     batch = math.floor((budget - state - kfac - fixed) / each)
     if batch < 1:
@@ -257,9 +260,7 @@ def _times(words: Mapping[str, str], config: TrainConfig, batch: int) -> dict[st
     machine.check_precision(config.trainer.precision)
     examples = in_whole_parts(int(words["global"]), ranks, batch) if "global" in words else batch
     # One rank's share of the work: the simulation multiplies by the ranks itself.
-    work = workload.of_config(
-        config_of({**words, "examples": str(examples), "ranks": "1"}, _FIT_WORDS)
-    )
+    work = workload.of_config(config_of({**words, "examples": str(examples), "ranks": "1"}))
     each = variant(SGD if words["strategy"] == SGD else f"hybrid_opt@{words['fraction']}")
     intervals = Intervals(config.kfac.factor_update_freq, config.kfac.update_freq)
     (cell,) = sweep(work, machine, [each], [ranks], intervals)

@@ -141,7 +141,7 @@ def test_smoke_cells_replace_those_of_the_paper():
     row = schema.load("table5_fig6_update_interval")
     paper, smoke = (grid.cells(row, "r", [0], p) for p in ("paper", "smoke"))
     assert [(c.ranks, c.seed) for c in paper[:2]] == [(64, 0), (64, 0)]
-    assert "kfac.update_freq=500" in paper[2].overrides
+    assert "kfac.update_freq=500" in paper[3].overrides
     assert smoke[2].config().kfac.update_freq == 20
     assert len(smoke) == 4
     assert "run_id=" in smoke[0].rank_command()[-1]
