@@ -148,7 +148,8 @@ def _short(each: RowReport, title: str) -> str:
     if in_shape is not None and benchmark.matrix is not None:
         # The matrix has these numbers; the lines keep seeds and intervals of measured ones.
         repeated = benchmark.matrix.quantities
-        shown = [line for line in shown if line.measured or line.quantity not in repeated]
+        ours = [line for line in ours if line.measured or line.quantity not in repeated]
+        shown = [line for line in shown if line in ours]
     table = result_tables.compared(benchmark, shown or ours[:_MOST_LINES], notes, ran)
     tables = [table] if in_shape is None else [in_shape, table]
     # Labels keep the paper's names, so a page of another model says what each stands for.
