@@ -6,6 +6,7 @@ file needs no package, so that a command without its extra can say what to insta
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -33,8 +34,19 @@ def data(argv: Sequence[str] | None = None) -> NoReturn:
     _run("data", argv)
 
 
+def _sleep_sooner() -> None:
+    """Let threads that wait for each other sleep sooner; torch reads the variable when it loads.
+
+    By default GNU OpenMP spins 300,000 times before it sleeps. If another process uses the core,
+    it spins in place of the thread it waits for (docs/lab/what_was_tried.md).
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def _run(command: str, argv: Sequence[str] | None) -> NoReturn:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _sleep_sooner()
 
     def main() -> int:
         from kfac_bench.config import named_variables

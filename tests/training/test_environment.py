@@ -1,5 +1,6 @@
-"""`keep_freed_memory` spares a process page faults."""
+"""What a command asks of the C library and of OpenMP: few page faults, and an early sleep."""
 
+import os
 import subprocess
 import sys
 
@@ -29,3 +30,29 @@ def test_freed_memory_is_kept():
     if kept == "no glibc":
         pytest.skip("no glibc")
     assert int(kept) < 0.1 * int(by_default)
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [
+        ({}, "1000"),
+        pytest.param({"GOMP_SPINCOUNT": "7"}, "7", marks=pytest.mark.slow),
+        pytest.param({"OMP_WAIT_POLICY": "passive"}, "0", marks=pytest.mark.slow),
+    ],
+)
+def test_waiting_threads_of_a_command_sleep_soon_unless_the_user_says_otherwise(
+    given, spins, tmp_path
+):
+    program = "from kfac_bench import cli; cli.plan(['model=resnet8', 'data=digits'])"
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=kept | given | {"OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("torch has no GNU OpenMP")
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
