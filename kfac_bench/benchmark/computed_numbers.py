@@ -58,8 +58,10 @@ from kfac_bench.training import dry_run
 from kfac_bench.training.build import Builders
 
 MB = 1e6
-OWN = {"ranks", "examples", "strategy", "fraction", "hardware"}
-OWN |= {"budget_gb", "global", "optimizer_copies"}  # of kind: fit alone
+OWN = (
+    *("ranks", "examples", "strategy", "fraction", "hardware"),
+    *("budget_gb", "global", "optimizer_copies"),  # of kind: fit alone
+)
 """Words of the cells that are not overrides of kfac-train."""
 
 
@@ -83,7 +85,7 @@ def plan_numbers(words: Mapping[str, str]) -> dict[str, float]:
     ranks = plan_report.as_dict(run)["ranks"]
     memory = [rank["memory_bytes"] for rank in ranks]
     step = [rank["per_step"] for rank in ranks]
-    times = _times(words, config, int(words["examples"])) if "hardware" in words else {}
+    times = _times(words, config, int(words.get("examples", 1))) if "hardware" in words else {}
     return times | {
         "state_mb": max(m["factors"] + m["decompositions"] + m.get("moments", 0) for m in memory)
         / MB,
@@ -261,7 +263,8 @@ def _times(words: Mapping[str, str], config: TrainConfig, batch: int) -> dict[st
     examples = in_whole_parts(int(words["global"]), ranks, batch) if "global" in words else batch
     # One rank's share of the work: the simulation multiplies by the ranks itself.
     work = workload.of_config(config_of({**words, "examples": str(examples), "ranks": "1"}))
-    each = variant(SGD if words["strategy"] == SGD else f"hybrid_opt@{words['fraction']}")
+    fraction = words.get("fraction")
+    each = variant(words["strategy"] if fraction is None else f"hybrid_opt@{fraction}")
     intervals = Intervals(config.kfac.factor_update_freq, config.kfac.update_freq)
     (cell,) = sweep(work, machine, [each], [ranks], intervals)
     return times_of(cell)

@@ -124,8 +124,9 @@ def matrix(benchmark: Benchmark, lines: Sequence[Line]) -> Table | None:
         found = [at.get((value, *column)) for column in columns]
         if any(found):
             rows.append([value, *(_pair(line) for line in found)])
-    units = {q: f" ({own.unit})" if own.unit else "" for q, own in benchmark.quantities.items()}
-    names = [spec.rows, *(f"{q}{units[q]}, {value}" for q, value in columns)]
+    quantities = benchmark.quantities
+    units = {name: f" ({each.unit})" if each.unit else "" for name, each in quantities.items()}
+    names = [spec.rows, *(f"{name}{units[name]}, {value}" for name, value in columns)]
     notes = [
         "our number (measured, projected or computed), then the published number in parentheses"
     ]

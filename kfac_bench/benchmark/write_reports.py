@@ -141,15 +141,14 @@ def _short(each: RowReport, title: str) -> str:
     notes = each.tables[0].notes
     benchmark, ran = each.row.benchmark, each.row.sized.ran
     ours = [line for line in each.lines if line.ours is not None]
-    shown = [
-        line for line in ours if line.measured or line.published is not None or benchmark.claims
-    ]
     in_shape = result_tables.matrix(benchmark, each.lines)
     if in_shape is not None and benchmark.matrix is not None:
         # The matrix has these numbers; the lines keep seeds and intervals of measured ones.
         repeated = benchmark.matrix.quantities
         ours = [line for line in ours if line.measured or line.quantity not in repeated]
-        shown = [line for line in shown if line in ours]
+    shown = [
+        line for line in ours if line.measured or line.published is not None or benchmark.claims
+    ]
     table = result_tables.compared(benchmark, shown or ours[:_MOST_LINES], notes, ran)
     tables = [table] if in_shape is None else [in_shape, table]
     # Labels keep the paper's names, so a page of another model says what each stands for.

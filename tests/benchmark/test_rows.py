@@ -197,6 +197,22 @@ def test_plan_cells_have_the_numbers_of_kfac_plan():
     assert few["parameters_mb"] == pytest.approx(4 * 11.689512)
 
 
+def test_plan_cells_on_a_named_machine_also_have_the_time_of_a_step():
+    words = {"model": "resnet18", "data": "imagefolder", "ranks": "8", "examples": "2"}
+    all_ranks = {"strategy": "comm_opt"}
+    assert "ms_per_step" not in computed_numbers.plan_numbers(words | all_ranks)
+    words["hardware"] = "longhorn_v100"
+    few, many, same = (
+        computed_numbers.plan_numbers(words | each)["ms_per_step"]
+        for each in (
+            {"strategy": "hybrid_opt", "fraction": "0.125"},
+            {"strategy": "hybrid_opt", "fraction": "1"},
+            all_ranks,
+        )
+    )
+    assert many == same != few
+
+
 def test_simulated_cells_have_the_numbers_of_kfac_plan_simulate():
     own = {"model": "resnet18", "hardware": "longhorn_v100", "ranks": "32", "examples": "16"}
     kfac = {"strategy": "comm_opt", "factors": "20", "decompose": "200", "at": "64"}

@@ -1,4 +1,4 @@
-"""What a command asks of the C library and of OpenMP: few page faults, and an early sleep."""
+"""The settings of a command for the C library and for OpenMP."""
 
 import os
 import subprocess

@@ -17,8 +17,8 @@ PATCH_NUMEL = 1 << 20
 """Most elements of patches made at a time. 4 MiB in float32 stay in a CPU's cache until read."""
 
 GPU_PATCH_NUMEL = 1 << 26
-"""The same limit on a GPU: 256 MiB. There each part costs the time of its calls, however small it
-is, and parts of PATCH_NUMEL are about 1,100 products in a step of ResNet-50 with 64 images."""
+"""The limit on a GPU: 256 MiB, because each part costs the time of its calls there. Parts of
+PATCH_NUMEL are about 1,100 products in a step of ResNet-50 with 64 images."""
 
 AUTOCORRELATION_NUMEL = 1 << 15
 """Number of input elements from which :func:`autocorrelation_moment_3x3` is faster."""
