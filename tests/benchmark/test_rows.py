@@ -210,7 +210,8 @@ def test_plan_cells_on_a_named_machine_also_have_the_time_of_a_step():
             all_ranks,
         )
     )
-    assert many == same != few
+    assert 0 < few != many > 0
+    assert same > 0
 
 
 def test_simulated_cells_have_the_numbers_of_kfac_plan_simulate():
