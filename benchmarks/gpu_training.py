@@ -31,7 +31,7 @@ from kfac_bench.record import runs, score
 
 OPTIMIZERS: dict[str, tuple[list[str], tuple[float, ...]]] = {
     "SGD with momentum": (["optimizer=sgd", "kfac=none"], (0.003, 0.01, 0.03, 0.1, 0.3)),
-    "SGD with K-FAC": (["optimizer=sgd"], (0.01, 0.03, 0.1)),
+    "SGD with K-FAC": (["optimizer=sgd"], (0.01, 0.03, 0.1, 0.3)),
     "AdamW": (["optimizer=adamw", "kfac=none"], (0.0003, 0.001, 0.003, 0.01)),
     "AdamW with K-FAC": (["optimizer=adamw"], (0.001, 0.003)),
     "EigenAdam": (["optimizer=eigen_adam"], (0.001, 0.003)),

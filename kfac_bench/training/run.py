@@ -154,6 +154,10 @@ def _set_up_process(config: TrainConfig, ranks: Ranks) -> bool:
     is_pinned = config.trainer.pin and environment.pin(config.trainer.threads or 1)
     if ranks.device.type == "cpu":
         environment.keep_freed_memory()
+    else:
+        # K-FAC multiplies in float32. TF32 keeps more digits than gradients in half precision have.
+        is_half = config.trainer.precision != "fp32"
+        torch.set_float32_matmul_precision("high" if is_half else "highest")
     return is_pinned
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_bench import KFAC, eigen_adam
+from kfac_bench.core.kernels.gram import gram
 from tests.support.training import Mixed, batch, sentences, sgd, tiny_model
 
 DEVICE = os.environ.get("KFAC_TEST_DEVICE", "cuda")
@@ -213,6 +214,18 @@ def test_one_rank_of_nccl_is_a_process_alone(method, tmp_path):
     finally:
         dist.destroy_process_group()
     assert_near(got, want, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 4096, 768), (1, 100352, 64), (3, 37, 5)], ids=str)
+def test_a_moment_of_half_precision_has_the_digits_of_float32(shape, dtype):
+    rows = torch.randn(shape, device=DEVICE).to(dtype)
+    with_ones = F.pad(rows, (0, 1), value=1.0).double()
+    want = with_ones.mT @ with_ones
+    got = gram(rows, bias=True)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, got.mT)
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 def test_a_state_moves_between_devices():

@@ -422,6 +422,27 @@ def test_a_comparison_that_stays_unclear_ends():
     assert not check._identity.due
 
 
+def test_layers_are_compared_once_between_two_decompositions(monkeypatch):
+    """A comparison takes as long as a gradient, and only decompositions judge it."""
+    compared = []
+    monkeypatch.setattr(
+        LinearLayer,
+        "gradient",
+        lambda self, x, g, gradient=LinearLayer.gradient: (
+            compared.append(kfac.steps) or gradient(self, x, g)
+        ),
+    )
+    model = nn.Linear(8, 3)
+    kfac = kfac_of(model, update_freq=4, early_updates=False)
+    for _ in range(12):
+        model.zero_grad()
+        for _ in range(2):
+            F.cross_entropy(model(torch.randn(4, 8)), torch.randint(3, (4,))).backward()
+        kfac.step()
+    assert compared == [0, 0, 1, 1]
+    assert not kfac._capture.identity.due
+
+
 # ---- gradients that torch.autograd.grad returns ----
 
 

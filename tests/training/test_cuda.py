@@ -36,6 +36,9 @@ def test_the_losses_are_those_of_the_cpu(tmp_path, method, precision):
     here = (*options, f"trainer.precision={precision}")
     status, path = train(tmp_path / "here", *here, backend=on_device())
     assert status == "finished"
+    if DEVICE == "cuda":
+        is_tf32 = torch.get_float32_matmul_precision() == "high"
+        assert is_tf32 == (precision != "fp32")
     if precision == "fp16":  # the scaler leaves out the first steps
         assert losses_of(path)[-1] < losses_of(path)[0]
         return
@@ -89,6 +92,7 @@ def test_one_rank_that_torchrun_starts(tmp_path, options):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # torch recommends it, and fp32 is asked for
 def test_a_compiled_model(tmp_path):
     status, _ = train(tmp_path, *STEPS, "trainer.compile=true", base=SMALL, backend=on_device())
     assert status == "finished"

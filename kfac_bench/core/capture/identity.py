@@ -46,6 +46,8 @@ class GradientIdentity:
 
     Attributes:
         due: The names of the layers to compare.
+        compared: Those that were compared in an earlier step and are not judged yet. One step is
+            enough for a verdict, and a comparison takes as long as the gradient of a layer.
         results: By layer, the squares of four norms, summed over the backwards of a step: of the
             sum, of the gradient, of their difference, and of the bound of the sum.
         is_half: The names of layers whose gradients came in half precision.
@@ -54,6 +56,7 @@ class GradientIdentity:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.due = {layer.name for layer in layers}
+        self.compared: set[str] = set()
         self.results: dict[str, Tensor] = {}
         self.is_half: set[str] = set()
         self.last_gradient: Tensor | None = None
@@ -69,7 +72,7 @@ class GradientIdentity:
     def add(self, layer: Layer, weight_node: Node, x: Any, g: Tensor) -> None:
         """Add a call, whose gradient has come in the running backward."""
         name = layer.name
-        if name not in self.due or name in self._excused:
+        if name not in self.due or name in self._excused or name in self.compared:
             return
         weight: Tensor = weight_node.variable  # type: ignore[attr-defined]
         if weight._backward_hooks:  # the script changes the gradient, for example by a mask
@@ -124,6 +127,7 @@ class GradientIdentity:
                 made.handle.remove()
         self._sums.clear()
         self._excused.clear()
+        self.compared.update(self.results)
 
 
 def _without_penalty(difference: Tensor, weight: Tensor) -> Tensor:

@@ -82,16 +82,13 @@ class WholeGradients:
         biases = [layer.bias.detach()[layer.part] for layer in reached if layer.bias is not None]
         norms = torch._foreach_norm(weights + biases)
         # The square of a norm in float16 soon overflows.
-        squares = iter(
-            n.to(self._device, torch.promote_types(n.dtype, torch.float32)).square() for n in norms
-        )
-        of_weights = [next(squares) for _ in reached]
-        return torch.stack(
-            [
-                x if layer.bias is None else x + next(squares)
-                for x, layer in zip(of_weights, reached, strict=True)
-            ]
-        )
+        each = iter(n.to(self._device, torch.promote_types(n.dtype, torch.float32)) for n in norms)
+        of_weights = torch.stack([next(each) for _ in reached]).square()
+        if not biases:
+            return of_weights
+        zero = of_weights.new_zeros(())
+        of_biases = [zero if layer.bias is None else next(each) for layer in reached]
+        return of_weights + torch.stack(of_biases).square()
 
     def cosines(self) -> Tensor:
         """Return the cosine between both, of each of :attr:`names`."""

@@ -181,6 +181,8 @@ class StatisticsCheck:
         self._has_new = False
         for seen in (results, self._present, self._idle):
             seen.clear()
+        if self._identity is not None:
+            self._identity.compared.clear()
         return rows
 
     def _difference(self, name: str, squares: Sequence[float], *, is_half: bool) -> float | None:

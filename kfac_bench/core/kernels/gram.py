@@ -18,9 +18,29 @@ TRIANGLE = 96
 """Number of columns from which computing only one triangle of a product is faster."""
 
 
+HAS_OUT_DTYPE = "dtype" in torch.ops.aten.bmm.overloads()
+"""Whether torch multiplies half precision into float32: from torch 2.8."""
+
+
 def at_least_float32(x: Tensor) -> Tensor:
     """Return ``x`` in float32 if it is in half precision: factors need more than 8 bits."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def multiplies_half(x: Tensor) -> bool:
+    """Return whether the device multiplies ``x``, in half precision, with sums in float32.
+
+    The product of two numbers in half precision is exact in float32, so no digit is lost, and no
+    copy in float32 is made.
+    """
+    return x.is_cuda and x.dtype.itemsize < 4 and HAS_OUT_DTYPE
+
+
+def half_product(x: Tensor, y: Tensor) -> Tensor:
+    """Return x @ y in float32, of [groups, n, k] and [groups, k, m] in half precision on a GPU."""
+    if len(x) == 1:  # a single product may split its sum among many processors
+        return torch.mm(x[0], y[0], out_dtype=torch.float32).unsqueeze(0)
+    return torch.bmm(x, y, out_dtype=torch.float32)
 
 
 def gram(rows: Tensor, *, bias: bool = False) -> Tensor:
@@ -35,15 +55,16 @@ def sum_of_grams(parts: Iterable[Tensor], bias: bool) -> Tensor:
     """Return the :func:`gram` of ``parts`` [groups, R_i, d] stacked below each other."""
     out: Tensor | None = None
     for part in parts:
-        rows = at_least_float32(part)
+        rows = part if multiplies_half(part) else at_least_float32(part)
         groups, count, d = rows.shape
+        dtype = at_least_float32(rows[:, :0]).dtype
         # The first part writes (beta = 0), so the memory need not be cleared.
         first = out is None
         if out is None:
-            out = rows.new_empty(groups, d + bias, d + bias)
+            out = rows.new_empty(groups, d + bias, d + bias, dtype=dtype)
         _add_lower_gram(out[:, :d, :d], rows, beta=0 if first else 1)
         if bias:
-            row_sum = rows.sum(1)
+            row_sum = rows.sum(1, dtype=dtype)
             out[:, d, :d] = row_sum if first else out[:, d, :d] + row_sum
             out[:, d, d] = count if first else out[:, d, d] + count
     assert out is not None
@@ -55,6 +76,10 @@ def sum_of_grams(parts: Iterable[Tensor], bias: bool) -> Tensor:
 def _add_lower_gram(out: Tensor, rows: Tensor, beta: int) -> None:
     """Compute the lower triangle of out = beta out + rows^T rows, block by block."""
     d = rows.shape[2]
+    if rows.dtype.itemsize < 4:
+        product = half_product(rows.mT, rows)
+        out.copy_(product) if beta == 0 else out.add_(product)
+        return
     if d < TRIANGLE or not out.is_cpu:  # on a GPU one launch is faster than many
         out.baddbmm_(rows.mT, rows, beta=beta)
         return
@@ -92,8 +117,13 @@ def channel_gram(x: Tensor) -> Tensor:
     The sum goes over images and pixels; the result is [groups, C, C].
     """
     n, groups, c, _ = x.shape
-    images = at_least_float32(x).flatten(0, 1)
-    out = torch.bmm(images, images.mT).view(n, groups, c, c).sum(0)
+    if multiplies_half(x):
+        images = x.flatten(0, 1)
+        products = half_product(images, images.mT)
+    else:
+        images = at_least_float32(x).flatten(0, 1)
+        products = torch.bmm(images, images.mT)
+    out = products.view(n, groups, c, c).sum(0)
     return (out + out.mT) / 2
 
 
