@@ -53,7 +53,7 @@ bench: setup  ## step time, stages and memory of K-FAC over SGD, beside their fl
 	$(BIN)/python benchmarks/background.py
 	$(BIN)/python benchmarks/ideas.py
 
-bench-gpu: setup  ## the same on one GPU in 8 minutes, with checks; writes docs/reference/results/gpu.md
+bench-gpu: setup  ## the same on one GPU in 8 minutes, with checks; writes docs/lab/gpu.md
 	$(BIN)/python benchmarks/gpu.py
 
 test: setup install-horovod lint  ## linters and the quick tests; 8 minutes on two cores (WORKERS=4: on more)

@@ -43,7 +43,7 @@ ALL = [
 NOT_TRIED = (
     ["several ranks", "tested with gloo", "one rank tested with NCCL, several not tried"],
     ["Horovod", "tested", "not tried"],
-    ["clusters of V100", "", "[simulated](../../lab/simulation.md)"],
+    ["clusters of V100", "", "[simulated](simulation.md)"],
 )
 """Rows about what this command does not run, on a CPU and on a GPU. Edit them after such a run."""
 TRAINING = (
@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--quick", action="store_true", help="run the code once with tiny models")
     add("--out", type=Path, default=Path("benchmarks/results/gpu.json"))
-    add("--page", type=Path, default=Path("docs/reference/results/gpu.md"))
+    add("--page", type=Path, default=Path("docs/lab/gpu.md"))
     options = parser.parse_args(arguments)
     if not options.minutes > 0:
         raise UsageError(f"--minutes {options.minutes:g}: must be above 0")
@@ -160,7 +160,7 @@ def goal(entries: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """Return the page of the results, which replaces docs/reference/results/gpu.md."""
+    """Return the page of the results, which replaces docs/lab/gpu.md."""
     verdict = {True: "passed", False: "**failed**", None: "not run"}
     found = [[c["check"], verdict[c["passed"]], values(c)] for c in results["checks"]]
     goals = [

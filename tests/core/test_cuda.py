@@ -218,14 +218,14 @@ def test_one_rank_of_nccl_is_a_process_alone(method, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 4096, 768), (1, 100352, 64), (3, 37, 5)], ids=str)
-def test_a_moment_of_half_precision_has_the_digits_of_float32(shape, dtype):
+def test_a_moment_of_half_precision_is_summed_in_float32(shape, dtype):
     rows = torch.randn(shape, device=DEVICE).to(dtype)
     with_ones = F.pad(rows, (0, 1), value=1.0).double()
     want = with_ones.mT @ with_ones
     got = gram(rows, bias=True)
     assert got.dtype == torch.float32
     assert torch.equal(got, got.mT)
-    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
 
 
 def test_a_state_moves_between_devices():

@@ -455,7 +455,7 @@ def test_the_goal_covers_resnet50_at_one_setting():
 
 def test_the_page_of_the_gpu_is_that_of_its_results():
     results = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())
-    assert gpu.page(results) == (ROOT / "docs" / "reference" / "results" / "gpu.md").read_text()
+    assert gpu.page(results) == (ROOT / "docs" / "lab" / "gpu.md").read_text()
 
 
 def test_the_table_of_training_has_the_runs_that_were_alone():
