@@ -116,8 +116,8 @@ class TrainerConfig(Section):
     )
     precision: str = option(
         "fp32",
-        "precision of forward and backward; weights and evaluation stay fp32 (TF32 on a GPU, unless "
-        "this is fp32), fp16 scales the loss",
+        "precision of forward and backward; weights and evaluation stay fp32, on a GPU beside "
+        "half precision with TF32 products; fp16 scales the loss",
         RESULT,
         choices=PRECISIONS,
     )
