@@ -73,11 +73,12 @@ HARNESS = ("training", "cli", "record", "models", "data")
 ROWS = {
     "oldest": Row("3.11", "torch alone", ("core",)),
     "oldest-harness": Row("3.11", "lowest", HARNESS),
+    "3.12": Row("3.12", "newest", ("core", "training", "cli")),
     "3.13": Row("3.13", "newest", ("core", "training", "cli")),
     "3.14": Row("3.14", "newest", ("core", "training", "cli")),
 }
 
-EXTRAS = ("train", "detection", "language", "pictures", "tensorboard")
+EXTRAS = ("train", "detection", "language", "parquet", "pictures", "tensorboard", "timm")
 """The extras of the rows with a harness."""
 
 OF_THEIR_TIME = ("pydantic<2.12",)
