@@ -46,7 +46,7 @@ def test_parameters_are_no_model_and_a_name_is_no_optimizer():
         KFAC(model.parameters(), sgd(model))
     with pytest.raises(TypeError, match=rf"{expected}eigen_adam\(model\)$"):
         eigen_adam(model.parameters())
-    with pytest.warns(FutureWarning, match="deprecated"):
+    with pytest.warns(FutureWarning, match="deprecated|not supported"):
         scripted = torch.jit.script(model)
     with pytest.raises(TypeError, match=r"compiled by torch\.jit.*pass the original model"):
         KFAC(scripted, sgd(model))

@@ -188,7 +188,7 @@ def test_the_same_run_id_continues_the_same_wandb_run(tmp_path, capfd):
     assert len({log.name for log in logs}) == 1
     assert len(said) == 2  # two hints, no complaint
     assert capfd.readouterr() == ("", "")
-    command = [str(Path(sys.executable).parent / "wandb"), "sync", "--dry-run", "wandb"]
+    command = [wandb_rows.READER, "-m", "wandb", "sync", "--dry-run", "wandb"]
     environment = {k: v for k, v in os.environ.items() if k != "WANDB_SILENT"}
     dry = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
