@@ -18,8 +18,8 @@ TRIANGLE = 96
 """Number of columns from which computing only one triangle of a product is faster."""
 
 
-HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype")
-"""Whether torch multiplies half precision into float32: from torch 2.8."""
+HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype") and torch.version.hip is None
+"""Whether torch multiplies half precision into float32: from torch 2.8, with CUDA."""
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def sum_of_grams(parts: Iterable[Tensor], bias: bool) -> Tensor:
     for part in parts:
         rows = part if multiplies_half(part) else at_least_float32(part)
         groups, count, d = rows.shape
-        dtype = at_least_float32(rows[:, :0]).dtype
+        dtype = torch.promote_types(rows.dtype, torch.float32)
         # The first part writes (beta = 0), so the memory need not be cleared.
         first = out is None
         if out is None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kfac_bench.core.capture.moments import Collected
+from kfac_bench.core.kernels import gram as gram_module
 from kfac_bench.core.kernels import patches as patches_module
 from kfac_bench.core.kernels.gram import CONVENTIONS, at_least_float32, gram, sum_of_grams
 from kfac_bench.core.kernels.patches import (
@@ -165,6 +166,26 @@ def test_half_precision_is_summed_in_float32():
     assert patch_sum(x + 1, (2,), (1,), (1,)).dtype == torch.float32
     assert at_least_float32(x).dtype == torch.float32
     assert at_least_float32(x.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_as_on_a_gpu(monkeypatch, dtype):
+    """A CPU has no product of half precision with a sum in float32, so it gets one here."""
+    for module in (gram_module, patches_module):
+        monkeypatch.setattr(module, "multiplies_half", lambda x: x.dtype.itemsize < 4)
+    monkeypatch.setattr(gram_module, "half_product", lambda x, y: x.float() @ y.float())
+    monkeypatch.setattr(patches_module, "PATCH_NUMEL", 500)
+    for d in (5, 200):
+        x = torch.randn(2, 7, d).to(dtype)
+        for bias in (False, True):
+            got = sum_of_grams([x[:, :3], x[:, 3:]], bias=bias)
+            assert got.dtype == torch.float32
+            close(got, moment(x.double(), bias=bias))
+    x = image(6, 4, 5, 4, dtype=dtype)
+    got = patch_moment(x, (3, 2), (1, 1), (1, 1), 2, bias=True)
+    close(got, patch_moments(x.double(), (3, 2), (1, 1), (1, 1), 2, bias=True))
+    rows = x.view(6, 2, 2, -1).permute(1, 0, 3, 2).flatten(1, 2)
+    close(gram_module.channel_gram(x.view(6, 2, 2, -1)), moment(rows.double()))
 
 
 # Patches
