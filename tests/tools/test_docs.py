@@ -313,7 +313,9 @@ def test_the_page_of_versions_has_every_requirement():
         listed = (each for each in extras[name] if not each.startswith("kfac-bench["))
         assert all(f"`{requirement}`" in row for requirement in listed)
     assert all(f"`{requirement}`" in page for requirement in project["dependencies"])
-    assert f"| Python | {project['requires-python'].removeprefix('>=')} or newer |" in page
+    named = [x.rpartition(" ")[2] for x in project["classifiers"] if "Python :: 3." in x]
+    assert project["requires-python"] == f">={named[0]}"
+    assert f"| Python | {named[0]} to {named[-1]} |" in page
 
 
 def defaults_of(*functions):
