@@ -58,10 +58,8 @@ from kfac_bench.training import dry_run
 from kfac_bench.training.build import Builders
 
 MB = 1e6
-OWN = (
-    *("ranks", "examples", "strategy", "fraction", "hardware"),
-    *("budget_gb", "global", "optimizer_copies"),  # of kind: fit alone
-)
+OWN = {"ranks", "examples", "strategy", "fraction", "hardware"}
+OWN |= {"budget_gb", "global", "optimizer_copies"}  # of kind: fit alone
 """Words of the cells that are not overrides of kfac-train."""
 
 

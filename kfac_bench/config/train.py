@@ -116,8 +116,8 @@ class TrainerConfig(Section):
     )
     precision: str = option(
         "fp32",
-        "precision of forward and backward; weights and evaluation stay fp32, on a GPU beside "
-        "half precision with TF32 products; fp16 scales the loss",
+        "precision of forward and backward; weights and evaluation stay fp32 (with bf16 and fp16 a "
+        "GPU multiplies fp32 in TF32); fp16 scales the loss",
         RESULT,
         choices=PRECISIONS,
     )

@@ -28,6 +28,13 @@ def block(text, introduction):
     return re.search(rf"^{introduction}:\n```\w+\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[1]
 
 
+def test_the_numbers_of_files_are_those_of_the_package():
+    package, core = (
+        len(list((ROOT / folder).rglob("*.py"))) for folder in ("kfac_bench", "kfac_bench/core")
+    )
+    assert f"The package has {package} files (goal: 260) and the core {core} (goal: 50)" in TEXT
+
+
 def follow(text, repository):
     """Do what a section says: add its class and row, write its YAML file; return its commands."""
     [yaml_file] = re.findall(r"^`(\S+)`:$", text, re.MULTILINE)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_bench.core.kernels.gram import at_least_float32, gram, multiplies_half, sum_of_grams
+from kfac_bench.core.kernels.gram import at_least_float32, gram, multiplicand, sum_of_grams
 
 PATCH_NUMEL = 1 << 20
 """Most elements of patches made at a time. 4 MiB in float32 stay in a CPU's cache until read."""
@@ -145,7 +145,7 @@ def patch_moment(
     def parts() -> Iterator[Tensor]:
         # Patches overlap, so they are many times larger than x. A slab fits into the cache.
         for slab in _slabs(x, kernel, stride, dilation):
-            slab = (slab if multiplies_half(slab) else at_least_float32(slab)).contiguous()
+            slab = multiplicand(slab).contiguous()
             patches = _patches(slab, kernel, stride, dilation, groups)
             yield patches.reshape(groups, columns, -1).mT
 

@@ -172,8 +172,8 @@ def test_half_precision_is_summed_in_float32():
 def test_half_precision_as_on_a_gpu(monkeypatch, dtype):
     """A CPU has no product of half precision with a sum in float32, so it gets one here."""
     for module in (gram_module, patches_module):
-        monkeypatch.setattr(module, "multiplies_half", lambda x: x.dtype.itemsize < 4)
-    monkeypatch.setattr(gram_module, "half_product", lambda x, y: x.float() @ y.float())
+        monkeypatch.setattr(module, "multiplicand", lambda x: x)
+    monkeypatch.setattr(gram_module, "product", lambda x, y: x.float() @ y.float())
     monkeypatch.setattr(patches_module, "PATCH_NUMEL", 500)
     for d in (5, 200):
         x = torch.randn(2, 7, d).to(dtype)
