@@ -214,7 +214,10 @@ def run_cells(
 
     Raises:
         TimeIsUp: The time limit of the session has passed.
+        UsageError: Two cells in a row could not start, for the same reason: for example, the data
+            are not on this machine. Both are forgotten, so that they run again without `retry`.
     """
+    stopped: Cell | None = None
     failed, left = 0, sum(run_end.will_run(cell.path(), retry=retry) for cell in todo)
     took_s: list[float] = []
     for number, cell in enumerate(todo, start=1):
@@ -226,6 +229,11 @@ def run_cells(
             session.keep("table", cell.path(), cell.point, cell.seed)
         failed += not is_good
         if is_new:
+            if stopped is not None and run_end.could_not_start_either(cell.path(), stopped.path()):
+                for each in (stopped, cell):
+                    run_end.forget_failure(each.path())
+                raise UsageError(bare(text.removeprefix("failed: ")))
+            stopped = cell
             left -= 1
             took_s.append(time.monotonic() - began)
         say(f"[{number}/{len(todo)}] {cell.label}: {text}{time_left(took_s, left)}")

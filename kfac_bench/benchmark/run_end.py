@@ -27,6 +27,8 @@ class Failure:
     reason: str
     has_run: bool
     """False if the run could not start, because an earlier run failed."""
+    exit_code: int = 1
+    """That of ``kfac-train``: 2 is an input that it refuses."""
 
 
 def record_failure(
@@ -48,10 +50,23 @@ def failure(folder: Path) -> Failure | None:
         return Failure(str(error), has_run=True)
     try:
         record = json.loads(read_own(folder / FAILED_FILE))
-        found = Failure(str(record["reason"]), record.get("has_run") is not False)
+        has_run, code = record.get("has_run") is not False, record.get("exit_code", 1)
+        found = Failure(str(record["reason"]), has_run, code)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError):
         return None
     return None if has_ended else found
+
+
+def could_not_start_either(folder: Path, other: Path) -> bool:
+    """Return whether both runs were refused before their first event, for the same reason."""
+    why = failure(folder)
+    has_begun = any((each / EVENTS_FILE).exists() for each in (folder, other))
+    return why is not None and why.exit_code == 2 and why == failure(other) and not has_begun
+
+
+def forget_failure(folder: Path) -> None:
+    """Remove the record of :func:`record_failure`, as if the run had not been started."""
+    (folder / FAILED_FILE).unlink()
 
 
 def ended(folder: Path) -> str | None:

@@ -380,6 +380,18 @@ def test_a_real_cell_that_fails_is_reported_and_counted(tmp_path, capsys, monkey
     assert "optimizer" in said, "no table"
 
 
+def test_a_row_whose_data_are_missing_stops_at_its_second_cell(tmp_path, capsys, monkeypatch):
+    tree = Benchmark("T", {}, ["data=cifar10", "model=resnet8", "logger=none"], [0, 1, 2])
+    monkeypatch.setattr(schema, "load", lambda name: tree)
+    cells = grid.cells(tree, str(tmp_path))
+    assert code_of("run", "demo", "--runs-dir", str(tmp_path)) == 2
+    said = capsys.readouterr()
+    assert said.out.count("set data.root") == 1
+    assert said.err.startswith("kfac-bench: data=cifar10 is read from disk: set data.root")
+    assert [run_end.failure(cell.path()) for cell in cells] == [None] * 3
+    assert all(run_end.will_run(cell.path(), retry=False) for cell in cells)
+
+
 def test_a_report_tells_cells_that_have_not_run_from_failed_ones(tmp_path, capsys, monkeypatch):
     tree, runs = small(seeds=[0]), tmp_path / "runs"
     monkeypatch.setattr(schema, "load", lambda name: tree)
