@@ -79,6 +79,8 @@ def config_of(words: Mapping[str, str]) -> TrainConfig:
 def plan_numbers(words: Mapping[str, str]) -> dict[str, float]:
     """Return the megabytes of the heaviest rank, and the messages and megabytes of a mean step."""
     config = config_of(words)
+    if not config.kfac.enabled:
+        raise UsageError("kind plan: strategy=sgd has no plan; leave it out of the axes")
     run = dry_run.trace(config, int(words.get("ranks", 1)))
     ranks = plan_report.as_dict(run)["ranks"]
     memory = [rank["memory_bytes"] for rank in ranks]

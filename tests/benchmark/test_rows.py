@@ -24,6 +24,7 @@ from kfac_bench.cli import plan_command
 from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import compose
 from kfac_bench.config.conf_files import PROFILES
+from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import load
 from kfac_bench.simulate import simulate_options
 from tests.support.configs import quick_load
@@ -191,6 +192,8 @@ def test_plan_cells_have_the_numbers_of_kfac_plan():
         computed_numbers.plan_numbers(words | {"strategy": "hybrid_opt", "fraction": f})
         for f in ("0.125", "1")
     )
+    with pytest.raises(UsageError, match="strategy=sgd has no plan"):
+        computed_numbers.plan_numbers(words | {"strategy": "sgd"})
     all_ranks = computed_numbers.plan_numbers(words | {"strategy": "comm_opt"})
     assert many["state_mb"] == all_ranks["state_mb"] > few["state_mb"]
     assert many["wire_mb_per_step"] < few["wire_mb_per_step"]
