@@ -104,9 +104,9 @@ class MissingPackageError(UsageError):
 
     def __init__(self, package: str, what: str = "") -> None:
         (extra,) = (extra for extra, packages in EXTRAS.items() if package in packages)
-        install = f"pip install 'kfac-bench[{extra}]'"
-        if package == "deepspeed":
-            install = f"DS_BUILD_OPS=0 {install}"
+        # Not by name: the package is not on PyPI, where the name may belong to a stranger.
+        before = "DS_BUILD_OPS=0 " if package == "deepspeed" else ""
+        install = f"in your clone of kfac_bench type {before}pip install '.[{extra}]'"
         super().__init__(f"{what and f'{what}: '}{package} is not installed: {install}")
 
 

@@ -56,7 +56,7 @@ for name in ("accelerate", "huggingface", "lightning"):
 for name in ("train", "bench", "plan", "data"):
     done = subprocess.run([f"BIN/kfac-{name}"], capture_output=True, text=True)
     assert done.returncode == 2, done
-    assert done.stderr.endswith("is not installed: pip install 'kfac-bench[train]'\\n"), done
+    assert done.stderr.endswith("type pip install '.[train]'\\n"), done
 """
 """A script that must run with torch alone."""
 

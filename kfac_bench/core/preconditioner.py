@@ -102,10 +102,11 @@ class KFAC:
         model: The model, bare or wrapped (DistributedDataParallel, FSDP2, torch.compile). K-FAC
             puts hooks on its layers; :meth:`detach` removes them.
         optimizer: The optimizer, which must hold weight and bias of all covered layers.
-        preset: ``paper`` sets what the paper describes: ``method="eigen"``, ``damping=0.001``,
-            ``kl_clip=0.001``, no trust ratio, no grafting, running averages that start at the
-            identity, all decompositions in one step, and the scaling ``sc20`` of the released
-            code. Other keywords win. None (default): the defaults below.
+        preset: ``paper`` sets the options of the paper and of its released code:
+            ``method="eigen"``, ``damping=0.001``, ``kl_clip=0.001``, no trust ratio, no grafting,
+            running averages that start at the identity, no early decompositions, all
+            decompositions in one step, and the scaling ``sc20``. Other keywords win. None
+            (default): the defaults below.
         layer_types: Classes for module types of your own; see :mod:`kfac_bench.core.layers.base`.
         collective: The communication backend. By default it is torch.distributed or Horovod if
             one of them is initialized, else this process alone. It spans the ranks that hold the

@@ -44,7 +44,8 @@ def test_a_command_without_its_extra_says_what_to_install(name):
         f"import sys; sys.modules['omegaconf'] = None; from kfac_bench import cli; cli.{name}([])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    line = f"kfac-{name}: omegaconf is not installed: pip install 'kfac-bench[train]'\n"
+    install = "in your clone of kfac_bench type pip install '.[train]'"
+    line = f"kfac-{name}: omegaconf is not installed: {install}\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 

@@ -212,7 +212,7 @@ def test_without_wandb_workspaces_one_line_names_the_extra(monkeypatch, capsys):
 
     monkeypatch.setattr(importlib, "import_module", absent)
     assert call("dashboard", "dry-run") == 2
-    assert capsys.readouterr().err.endswith("pip install 'kfac-bench[dashboard]'\n")
+    assert capsys.readouterr().err.endswith("pip install '.[dashboard]'\n")
 
 
 def call(*words):

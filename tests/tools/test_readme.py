@@ -114,7 +114,7 @@ def row(text):
 def test_the_numbers_of_the_autoencoder_are_those_of_its_page():
     page = (ROOT / "docs" / "lab" / "peers.md").read_text()
     seconds = dict(re.findall(r"^\| ([\w, -]+) \| 3 of 3 \| ([\d.]+) ", page, re.MULTILINE))
-    _, own, others = row("deep autoencoder, to an error of 13")
+    _, own, others = row("deep autoencoder, to a squared error of 13")
     assert own == f"**{float(seconds['K-FAC inverse']):.0f} s**"
     # The better of the two variants of kfac-jax.
     seconds["kfac-jax"] = seconds["kfac-jax, adaptive"]
@@ -133,9 +133,9 @@ def test_the_verdicts_are_counted_right():
     )
     text = " ".join(README.split())
     assert (
-        f"Of {words[len(claims)]} published claims that were tested with small models on two "
-        f"cores, {supported} are supported, {not_supported} is not, {open_} are not decided, and "
-        f"{untestable} cannot be tested there"
+        f"Of {words[len(claims)]} published claims, small models on two cores support {supported} "
+        f"and not {not_supported} other; {open_} are not decided, and {untestable} cannot be "
+        "tested there"
     ) in text
 
 
@@ -170,7 +170,7 @@ def test_the_numbers_of_the_contest_are_those_of_its_runs(monkeypatch):
     times = medians(result.times())
     named = {"K-FAC": "K-FAC inverse + SGD"}
     for first, numbers, form in (
-        ("the same to an error of 17", times["heldout/fashion_autoencoder"], "{:.1f} s"),
+        ("a similar one, to 17", times["heldout/fashion_autoencoder"], "{:.1f} s"),
         ("eight small tasks", scores(times), "{:.2f}"),
     ):
         _, own, others = row(first)

@@ -51,7 +51,7 @@ def load(image_size: int = 8, normalize: bool = True) -> LabelledImages:
 
 def read() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return pixels [1797, 64] from 0 to 16, and labels [1797], as scikit-learn's load_digits."""
-    file = installed_file("sklearn", "datasets/data/digits.csv.gz", "kfac-bench[train]")
+    file = installed_file("sklearn", "datasets/data/digits.csv.gz", "train")
     table = np.loadtxt(file, delimiter=",")
     return table[:, :-1], table[:, -1].astype(np.int64)
 
@@ -92,13 +92,13 @@ def _draw_counts(
     return result
 
 
-def installed_file(package: str, path: str, install: str) -> Path:
+def installed_file(package: str, path: str, extra: str) -> Path:
     """Return a file of a package. Importing the package would take seconds.
 
     Args:
         package: Name of the package as it is imported.
         path: The file inside the package.
-        install: What the user installs to get the package, for the error message.
+        extra: The extra of kfac_bench that has the package, for the error message.
 
     Raises:
         UsageError: The package is not installed, or does not have the file.
@@ -106,5 +106,6 @@ def installed_file(package: str, path: str, install: str) -> Path:
     spec = find_spec(package)
     file = Path(spec.origin).parent / path if spec and spec.origin else None
     if file is None or not file.is_file():
-        raise UsageError(f"there is no file {path} of {package}: pip install '{install}'")
+        install = f"in your clone of kfac_bench type pip install '.[{extra}]'"
+        raise UsageError(f"there is no file {path} of {package}: {install}")
     return file

@@ -124,7 +124,7 @@ def _patches(name: str, size: int) -> Tensor:
 
 def _grey(name: str) -> Tensor:
     """Return one picture in grey, float32 [height, width] in [0, 1]."""
-    file = installed_file("skimage", f"data/{name}", "kfac-bench[pictures]")
+    file = installed_file("skimage", f"data/{name}", "pictures")
     with Image.open(file) as image:
         picture = np.asarray(image)
     if picture.ndim == 3:

@@ -147,7 +147,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
     root = write_hub(tmp_path / "d", train=pictures(0, 4))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     said = refused(tables.columns, tables.find(root)["train"][0])
-    assert said.endswith("pyarrow is not installed: pip install 'kfac-bench[parquet]'")
+    assert said.endswith("type pip install '.[parquet]'")
 
 
 @fuzz(15)

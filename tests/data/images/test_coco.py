@@ -436,7 +436,7 @@ def test_without_pycocotools_the_error_names_the_package_to_install(monkeypatch,
     monkeypatch.setitem(sys.modules, "pycocotools", None)
     with pytest.raises(UsageError) as refused:
         opened(demo)
-    assert "pip install 'kfac-bench[detection]'" in str(refused.value)
+    assert "pip install '.[detection]'" in str(refused.value)
 
 
 # ---- the demo and kfac-data ----
