@@ -28,6 +28,7 @@ if not __package__:
 
 from benchmarks import rates, tables
 from kfac_bench import eigen_adam
+from kfac_bench.core.execution.adam import AdamOptions
 from kfac_bench.core.execution.decomposition import Decomposition, Eigen, FactorKey
 from kfac_bench.core.execution.executor import Executor
 from kfac_bench.core.execution.solver import FactorBatch, Solver
@@ -103,11 +104,15 @@ class AblatedSolver(Solver):
         return made
 
     def _adam_step(
-        self, specs: Sequence[LayerSpec], grad: Tensor, lrs: Mapping[str, float], is_scaled: bool
+        self,
+        specs: Sequence[LayerSpec],
+        grad: Tensor,
+        options: Mapping[str, AdamOptions],
+        is_scaled: bool,
     ) -> Tensor:
         """Return the direction of the rule with another power of the second moment."""
         if self._variant.power == 0.5:
-            return super()._adam_step(specs, grad, lrs, is_scaled)
+            return super()._adam_step(specs, grad, options, is_scaled)
         rule, spec = self._adam, specs[0]
         moments = self._store.stacked_adam(specs, grad)
         assert rule is not None
@@ -130,7 +135,7 @@ class AblatedSolver(Solver):
         update = linalg.rotate(update, None if a is None else a.mT, None if g is None else g.mT)
         for each in specs:
             self._store.adam[each.name].steps += 1
-        limit = rule.limit(lrs[spec.name], spec.fan_in)
+        limit = rule.limit(options[spec.name].lr, spec.fan_in)
         return update if limit is None else linalg.clip_root_mean_square(update, limit)
 
 

@@ -113,8 +113,8 @@ class EigenAdam(AdamW):
     the same options. Weight decay is decoupled for all parameters.
 
     Args:
-        params: Parameters or parameter groups, as for every optimizer of torch. ``lr`` and
-            ``weight_decay`` may differ between groups.
+        params: Parameters or parameter groups, as for every optimizer of torch. ``lr``, ``betas``,
+            ``eps`` and ``weight_decay`` may differ between groups, and schedules may change them.
         lr: Learning rate. Start with the rate that you use for AdamW.
         betas: Decay of the running means of the gradient and of its square.
         eps: Added to the root of the second moment.

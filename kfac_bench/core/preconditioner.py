@@ -379,7 +379,7 @@ class KFAC:
             curvature: Second derivative of the loss, for ``gaussian``.
 
         Raises:
-            ValueError: ``likelihood`` is unknown.
+            ValueError: ``likelihood`` is unknown, or ``output`` has no graph.
             RuntimeError: The model has tensor-parallel layers, whose ranks would draw different
                 labels. Or an earlier call has reached a layer in the same forward.
         """
@@ -388,6 +388,11 @@ class KFAC:
             return
         if capture.passes.paused:
             return
+        if not output.requires_grad:
+            raise ValueError(
+                "fisher_backward(output): the output has no graph, so no labels can be sent back; "
+                "pass what the model returned, without detach()"
+            )
         self._stepper.has_sent_labels = True
         seeds, magnitude = fishers.seeds(
             output, self.fisher, likelihood, dim=dim, mask=mask, curvature=curvature

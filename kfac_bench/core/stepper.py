@@ -119,7 +119,7 @@ class Stepper:
             collected,
             scale,
             is_scaled,
-            self._write_back.learning_rates() if self._is_eigen_adam else {},
+            self._write_back.adam_options() if self._is_eigen_adam else {},
             self._guards.judge,
         )
 

@@ -180,6 +180,9 @@ OPTIMIZERS = {
     "adamw": (lambda p: torch.optim.AdamW(p, 0.01), MOST_ACROSS_ELEMENTWISE),
     "rmsprop": (lambda p: torch.optim.RMSprop(p, 0.01), MOST_ACROSS_ELEMENTWISE),
     "adagrad": (lambda p: torch.optim.Adagrad(p, 0.01), MOST_ACROSS_ELEMENTWISE),
+    "rprop": (lambda p: torch.optim.Rprop(p, 0.01), MOST_ACROSS_ELEMENTWISE),
+    "asgd": (lambda p: torch.optim.ASGD(p, 0.01), MOST_ACROSS),
+    "sam": (lambda p: torch.optim.SGD([{"params": [*p], "rho": 0.05}], 0.01), MOST_ACROSS),
     "adadelta": (lambda p: torch.optim.Adadelta(p, 0.01), MOST_ACROSS_ELEMENTWISE),
     "sgd": (lambda p: torch.optim.SGD(p, 0.01, momentum=0.9), MOST_ACROSS),
 }

@@ -216,6 +216,20 @@ def test_a_layer_whose_inputs_cannot_be_read_is_left_out(case):
         torch.testing.assert_close(got, results[1][name])
 
 
+@pytest.mark.parametrize("method", ["inverse", "eigen"])
+def test_the_gradient_of_such_a_layer_stays_as_it_is(method):
+    """Also without grafting, and although A and G of the layer count as identities."""
+    model = nn.Sequential(nn.Unflatten(1, (8, 8)), Flattens(64, 8), nn.Linear(8, 3))
+    kfac = kfac_of(model, method=method, grafting=False, trust_ratio=None)
+    with pytest.warns(UserWarning, match="K-FAC cannot read"):
+        F.cross_entropy(model(torch.randn(16, 64)), batch()[1]).backward()
+    raw = gradients(model)
+    kfac.step()
+    assert torch.equal(model[1].weight.grad, raw["1.weight"])
+    assert not torch.allclose(model[2].weight.grad, raw["2.weight"], rtol=0.1)
+    assert "left to the optimizer" in str(kfac.report())
+
+
 def test_eigen_adam_trains_such_a_layer_as_adamw():
     model = network(Activation)
     other = copy.deepcopy(model)
@@ -482,6 +496,20 @@ def test_a_clip_of_assigned_gradients_does_not_matter():
     assigned(model, factor=1e-3)
     kfac.step()
     assert float(kfac.state_dict()["layers"]["3"]["G"]["weight"]) == 1.0
+
+
+def test_a_backward_that_was_discarded_does_not_end_the_statistics_of_assigned_gradients():
+    model = network()
+    kfac = kfac_of(model)
+    backward(model)
+    model.zero_grad()
+    weights = []
+    for _ in range(3):
+        assigned(model)
+        kfac.step()
+        model.zero_grad()
+        weights.append(float(kfac.state_dict()["layers"]["3"]["G"]["weight"]))
+    assert weights[0] < weights[1] < weights[2]
 
 
 def test_assigned_gradients_of_something_else_have_no_statistics():

@@ -147,7 +147,7 @@ def test_limits_of_the_step_need_a_learning_rate():
     kfac = KFAC(model, optimizer)
     optimizer.param_groups[0]["lr"] = None
     model(torch.randn(8, 6)).square().mean().backward()
-    with pytest.raises(ValueError, match="SGD has lr=None, but K-FAC needs"):
+    with pytest.raises(ValueError, match="SGD has no lr, but K-FAC needs"):
         kfac.step()
 
 

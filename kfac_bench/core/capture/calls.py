@@ -53,7 +53,7 @@ class Use(Enum):
     FORWARD = "W v"
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class SeenCall:
     """A use of a layer in a forward, whose gradient has not come yet.
 
@@ -77,6 +77,14 @@ class SeenCall:
     use: Use = Use.CALL
     family: int = 0
     """The number of the call whose derivatives use the layer."""
+
+    def release(self) -> None:
+        """Let go of the input after a backward that has freed the graph.
+
+        The graph itself lives on while the script keeps the loss, often until the next forward.
+        """
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.x = None
 
 
 class RepeatedForwards:

@@ -68,8 +68,9 @@ class Capture:
 
     Both moments are computed when the gradient of the output arrives. A forward without a backward
     therefore counts nothing, and a forward that activation checkpointing repeats counts once. Until
-    then the input is kept, which autograd keeps anyway for the weight gradient. The gradient is
-    read at the node of the graph, because a module backward hook breaks in-place activations.
+    then the input is kept, which autograd keeps anyway for the weight gradient, except in
+    non-reentrant checkpointing. The gradient is read at the node of the graph, because a module
+    backward hook breaks in-place activations.
 
     Only a backward that adds to ``.grad`` of the weight counts. If that ``.grad`` is discarded
     before :meth:`pop`, the moments are discarded as well.
@@ -187,7 +188,7 @@ class Capture:
         wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
         if wrapper is not None:
             self.wrapper = ref(wrapper)
-        if self.enabled and self._counts_examples:
+        if self.enabled and self._counts_examples and module.training:
             self._examples[self._forward] = Examples((args, kwargs))
             self._running.append(self._examples[self._forward])
 
@@ -232,8 +233,10 @@ class Capture:
             self._leave_out(layer, "got a nested tensor", "Use padded tensors")
             return
         weight = weight_of(module)
-        # Frozen, perhaps only for this forward, or replaced by torch.func.functional_call.
-        if not (weight.requires_grad and isinstance(weight, nn.Parameter)):
+        # Frozen, perhaps only for this forward, or replaced by torch.func.functional_call. FSDP2
+        # replaces a sharded weight by the whole one.
+        is_own = weight is layer.weight or is_sharded(layer.weight)
+        if not (weight.requires_grad and isinstance(weight, nn.Parameter) and is_own):
             return
         weight_node = node_of(weight)
         # A layer may have several calls: each projection of an attention module is one.
@@ -287,6 +290,7 @@ class Capture:
     ) -> None:
         """Watch the use of a layer in its own backward, if that has a graph."""
         if not torch.is_grad_enabled() or self.passes.paused:
+            seen.release()
             return
         with_graph = [x for i in inputs if (x := made[i]) is not None and x.requires_grad]
         if len(with_graph) != 1 or grads[0] is None or is_sharded(grads[0]):
@@ -317,9 +321,12 @@ class Capture:
     def _on_backward(
         self, seen: SeenCall, output_nr: int, grads: tuple[Tensor | None, ...]
     ) -> None:
-        g = grads[output_nr]
-        if g is None:
-            return
+        if (g := grads[output_nr]) is not None:
+            self._see(seen, g)
+        seen.release()
+
+    def _see(self, seen: SeenCall, g: Tensor) -> None:
+        """Add a call to the statistics if the running backward counts."""
         # Calls in the same forward and backward are positions of the same samples.
         backward = seen.repeated_in
         if backward == OUTSIDE:

@@ -168,12 +168,13 @@ class AssignedGradients:
     def __init__(self, moments: Moments) -> None:
         self._moments = moments
         self._sums: dict[str, tuple[Layer, Tensor]] = {}
-        # Layers that get gradients by backward. Passes of torch.autograd.grad mean nothing there.
+        # Layers that got gradients by backward in this step. Passes of torch.autograd.grad mean
+        # nothing there, unless these gradients were discarded.
         self._ignored: set[str] = set()
 
     def add(self, layer: Layer, x: Any, g: Tensor, forward: Forward, **options: Any) -> None:
         """Add one call; see :meth:`Moments.add`."""
-        if layer.name in self._ignored:
+        if layer.name in self._ignored and layer.weight.grad is not None:
             return
         try:
             total, _ = layer.gradient(x, g)
@@ -202,4 +203,5 @@ class AssignedGradients:
             is_same = (product > 0) & (product * product >= bound)
             self._moments.forget_where(name, ~is_same)
         self._sums.clear()
+        self._ignored.clear()
         return self._moments.pop()

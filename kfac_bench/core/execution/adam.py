@@ -30,6 +30,15 @@ GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True, slots=True)
+class AdamOptions:
+    """The options of a parameter group, which schedules change."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class AdamRule:
     """The settings of :class:`.EigenAdam`, and the precision that suits the device."""
 

@@ -180,17 +180,17 @@ def _shares(
 def _unscale(moment: Tensor, samples: Tensor, loss_scale: float | Tensor) -> Tensor:
     """Divide a moment by the square of the loss scale, in place; return its weight.
 
-    The weight becomes 0 if the scale is not finite. This happens after the messages, so that they
-    can start before the scale is known.
+    The weight becomes 0 if the scale or its square is not finite. This happens after the messages,
+    so that they can start before the scale is known.
     """
     if isinstance(loss_scale, float | int) and loss_scale == 1:
         return samples
     if isinstance(loss_scale, Tensor):
         loss_scale = loss_scale.to(moment.device)
     inverse = moment.new_ones(()) / (loss_scale * loss_scale)
-    finite = torch.isfinite(inverse)
-    moment *= torch.where(finite, inverse, torch.zeros_like(inverse))
-    return samples * finite
+    is_usable = torch.isfinite(inverse) & (inverse > 0)
+    moment *= torch.where(is_usable, inverse, torch.zeros_like(inverse))
+    return samples * is_usable
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.distributed.collective import Collective
-from kfac_bench.core.execution.adam import AdamRule
+from kfac_bench.core.execution.adam import AdamOptions, AdamRule
 from kfac_bench.core.execution.background import Background, BackgroundSlices
 from kfac_bench.core.execution.batch_statistics import BatchStatistics
 from kfac_bench.core.execution.decomposition import Decomposition, FactorKey
@@ -62,8 +62,8 @@ class Request:
     statistics."""
     is_scaled: bool = False
     """True if there is a loss scale, so that gradients may have overflowed."""
-    lrs: Mapping[str, float] = field(default_factory=dict)
-    """Learning rates by layer, for method eigen_adam."""
+    adam_options: Mapping[str, AdamOptions] = field(default_factory=dict)
+    """By layer, for method eigen_adam."""
     check: Callable[[], None] = lambda: None
     """Called before each slice of decompositions, when all statistics have been sent."""
 
@@ -272,7 +272,11 @@ class Executor:
             return
         batch = stack([grads[spec.name] for spec in reached])
         done = self.solver.precondition(
-            reached, batch, request.damping, lrs=request.lrs, is_scaled=request.is_scaled
+            reached,
+            batch,
+            request.damping,
+            adam_options=request.adam_options,
+            is_scaled=request.is_scaled,
         )
         if done is batch:  # a layer without a decomposition keeps its gradient
             parts: Sequence[Tensor] = [grads[spec.name] for spec in reached]

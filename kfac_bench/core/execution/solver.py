@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kfac_bench.core.execution import adam
-from kfac_bench.core.execution.adam import AdamRule
+from kfac_bench.core.execution.adam import AdamOptions, AdamRule
 from kfac_bench.core.execution.decomposition import (
     AnyInverse,
     Decomposition,
@@ -201,7 +201,7 @@ class Solver:
         grad: Tensor,
         damping: float | None,
         *,
-        lrs: Mapping[str, float] | None = None,
+        adam_options: Mapping[str, AdamOptions] | None = None,
         is_scaled: bool = False,
     ) -> Tensor:
         """Precondition gradients of layers of one shape, [layers * groups, g_dim, a_dim].
@@ -210,11 +210,11 @@ class Solver:
             specs: The layers.
             grad: Their gradients.
             damping: The damping; None: relative to the mean eigenvalue of each layer.
-            lrs: By layer, the learning rates, for method eigen_adam.
+            adam_options: By layer, for method eigen_adam.
             is_scaled: Whether there is a loss scale, so that gradients may have overflowed.
         """
         if self._adam is not None:
-            return self._adam_step(specs, grad, lrs or {}, is_scaled)
+            return self._adam_step(specs, grad, adam_options or {}, is_scaled)
         if self._method == IDENTITY:
             return grad
         if not all(map(self._store.is_decomposed, specs)):
@@ -278,27 +278,30 @@ class Solver:
         self,
         specs: Sequence[LayerSpec],
         grad: Tensor,
-        lrs: Mapping[str, float],
+        options: Mapping[str, AdamOptions],
         is_scaled: bool,
     ) -> Tensor:
         """Return the direction of Adam in the eigenbasis, and count the step."""
         assert self._adam is not None
         is_batch = all(map(self._store.is_decomposed, specs)) or len(specs) == 1
         moments = self._store.stacked_adam(specs, grad) if is_batch else None
-        rates = {lrs.get(spec.name, 0.0) for spec in specs}
-        if moments is None or len(rates) > 1:
+        of_groups = {options.get(spec.name) for spec in specs}
+        if moments is None or len(of_groups) > 1:
             parts = torch.split(grad, [spec.groups for spec in specs])
             each = zip(specs, parts, strict=True)
-            return torch.cat([self._adam_step([s], part, lrs, is_scaled) for s, part in each])
+            return torch.cat([self._adam_step([s], part, options, is_scaled) for s, part in each])
+        rule, lr, own = self._adam, 0.0, of_groups.pop()
+        if own is not None:
+            rule, lr = replace(rule, betas=own.betas, eps=own.eps), own.lr
         a, g = self._bases_of(specs)
         out = adam.direction(
             grad,
             a,
             g,
             moments,
-            self._adam,
+            rule,
             is_orthogonalized=specs[0].is_orthogonalized,
-            limit=self._adam.limit(rates.pop(), specs[0].fan_in),
+            limit=rule.limit(lr, specs[0].fan_in),
             is_scaled=is_scaled,
         )
         for spec in specs:

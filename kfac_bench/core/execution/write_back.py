@@ -1,6 +1,6 @@
 """The end of a step: write preconditioned gradients, grafted and clipped, into ``.grad``."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from kfac_bench.core.distributed.collective import Collective
+from kfac_bench.core.execution.adam import AdamOptions
 from kfac_bench.core.execution.gradients import Gradients
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.layers.base import Layer
@@ -41,11 +42,21 @@ class WriteBack:
         self._most_across = (
             linalg.MOST_ACROSS_ELEMENTWISE if _is_elementwise(optimizer) else linalg.MOST_ACROSS
         )
-        self._group_of = _find_param_groups(layers, optimizer)
+        self._group_of: dict[str, int] = {}
+        self._sizes: list[int] = []
+        self._groups()
         self._nu: Tensor | None = None
         self._rows_of: tuple[list[str], Tensor] | None = None
         self._cosine: Tensor | None = None
         self._cosine_of: list[str] = []
+
+    def _groups(self) -> dict[str, int]:
+        """Return each layer's index in the optimizer's groups, which a script may change."""
+        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+        if sizes != self._sizes:
+            self._group_of = _find_param_groups(self._layers, self._optimizer)
+            self._sizes = sizes
+        return self._group_of
 
     def learning_rates(self) -> dict[str, float]:
         """Return the learning rate of each layer's weight.
@@ -54,13 +65,23 @@ class WriteBack:
             ValueError: The optimizer chooses its rate itself.
         """
         groups = self._optimizer.param_groups
-        rates = {name: groups[index]["lr"] for name, index in self._group_of.items()}
+        rates = {name: groups[index].get("lr") for name, index in self._groups().items()}
         if any(rate is None for rate in rates.values()):
             raise ValueError(
-                f"{type(self._optimizer).__name__} has lr=None, but K-FAC needs the learning "
-                "rate: give the optimizer a rate, or set trust_ratio=None and kl_clip=None"
+                f"{type(self._optimizer).__name__} has no lr, but K-FAC needs the learning rate: "
+                "give the optimizer a rate, or set trust_ratio=None and kl_clip=None"
             )
-        return {name: float(rate) for name, rate in rates.items()}
+        return {name: float(rate) for name, rate in rates.items() if rate is not None}
+
+    def adam_options(self) -> dict[str, AdamOptions]:
+        """Return the options of the parameter group of each layer's weight, for EigenAdam."""
+        made = []
+        for group in self._optimizer.param_groups:
+            beta1, beta2 = group["betas"]
+            made.append(
+                AdamOptions(float(group["lr"]), (float(beta1), float(beta2)), float(group["eps"]))
+            )
+        return {name: made[index] for name, index in self._groups().items()}
 
     def write(self, gradients: Gradients, kl_clip: float | None, *, track_cosine: bool) -> None:
         """Write preconditioned gradients into ``.grad``; no KL clip if ``kl_clip`` is None."""
@@ -151,10 +172,16 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
     """Return whether the optimizer divides each element of a gradient by its size.
 
     Its options say so: those of the averages of squares (Adam, RMSprop, Adadelta, Adagrad,
-    Adafactor) or signs (Lion).
+    Adafactor) or signs (Lion, Rprop). ASGD has another alpha, SAM before SGD another rho.
     """
-    options = {"betas", "alpha", "rho", "lr_decay", "beta2_decay"}
-    return any(options & group.keys() for group in optimizer.param_groups)
+    either = {"betas", "lr_decay", "beta2_decay", "etas"}
+
+    def says_so(options: Collection[str]) -> bool:
+        is_rmsprop = "alpha" in options and "lambd" not in options
+        is_adadelta = "rho" in options and "eps" in options
+        return is_rmsprop or is_adadelta or not either.isdisjoint(options)
+
+    return any(says_so(group) for group in optimizer.param_groups)
 
 
 def _find_param_groups(layers: Sequence[Layer], optimizer: Optimizer) -> dict[str, int]:

@@ -144,9 +144,12 @@ class StatisticsCheck:
         """Warn and leave layers to the optimizer. This reads from the device."""
         wrong: dict[str, float] = {}
         missing: list[Layer] = []
+        unread: set[str] = set()
         for layer, row in zip(self._layers.values(), self._summed_rows(), strict=False):
-            *squares, present, idle, half = row
+            *squares, present, idle, half, is_unread = row
             difference = self._difference(layer.name, squares, is_half=half > 0)
+            if is_unread and not present:
+                unread.add(layer.name)
             if present:
                 self.missing.discard(layer.name)
             if difference is None:
@@ -160,20 +163,24 @@ class StatisticsCheck:
         if wrong:
             self._warn_of_difference(wrong)
             self.leave(wrong)
+        if unread:  # the hooks have warned
+            self.leave(unread)
 
     def _summed_rows(self) -> list[list[float]]:
         """Return the sums over all ranks since the last call, by layer; [] if there are none."""
         results = {} if self._identity is None else self._identity.results
         world_size = self._collective.world_size
         rows: list[list[float]] = []
-        if self._has_new and (results or self._idle or world_size > 1):
+        has_any = results or self._idle or self._capture.unread - self._capture.left
+        if self._has_new and (has_any or world_size > 1):
             device = next(iter(self._layers.values())).weight.device
-            table = torch.zeros(len(self._layers), 7, device=device)
+            table = torch.zeros(len(self._layers), 8, device=device)
             for row, name in zip(table, self._layers, strict=True):
                 if name in results:
                     row[:4] = results[name].to(row)
                     row[6] = float(self._identity is not None and name in self._identity.is_half)
                 row[4], row[5] = self._present.get(name, 0.0), self._idle.get(name, 0.0)
+                row[7] = float(name in self._capture.unread - self._capture.left)
             if world_size > 1:
                 ranks = tuple(range(world_size))
                 self._collective.all_reduce(table, ranks, "check/statistics").wait()

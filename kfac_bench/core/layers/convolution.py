@@ -64,10 +64,19 @@ class ConvLayer(Layer):
     def _conv(self) -> Conv:
         return self.modules[0]  # type: ignore[return-value]
 
+    @property
+    def _pads(self) -> list[int]:
+        """What the forward pads with, in the order of :func:`torch.nn.functional.pad`."""
+        conv = self._conv
+        if conv.padding_mode == "zeros" and not isinstance(conv.padding, str):
+            # Scripts change conv.padding later. Only the other modes read the attribute below.
+            return [pad for pad in reversed(conv.padding) for _ in range(2)]
+        return conv._reversed_padding_repeated_twice
+
     def fits(self, x: Tensor, output: Tensor) -> bool:
         """See :meth:`Layer.fits`. A forward may pad its input itself, as timm's Conv2dSame does."""
         conv, n = self._conv, self.weight.ndim - 1
-        pads, size = conv._reversed_padding_repeated_twice, list(x.shape[1 - n :])
+        pads, size = self._pads, list(x.shape[1 - n :])
         size = output_size(size, conv.kernel_size, conv.stride, pads, conv.dilation)
         return self._has_channels(x, output) and list(output.shape[1 - n :]) == size
 
@@ -125,7 +134,7 @@ class ConvLayer(Layer):
             x,
             conv.kernel_size,
             conv.stride,
-            conv._reversed_padding_repeated_twice,  # also correct for padding="same"
+            self._pads,
             conv.padding_mode,
             conv.dilation,
             conv.groups,
@@ -172,7 +181,7 @@ class ConvLayer(Layer):
         return (x.unsqueeze(0), g.unsqueeze(0)) if self.is_single(x) else (x, g)
 
     def _pad(self, x: Tensor) -> Tensor:
-        return pad_input(x, self._conv._reversed_padding_repeated_twice, self._conv.padding_mode)
+        return pad_input(x, self._pads, self._conv.padding_mode)
 
     def _output_rows(self, g: Tensor) -> Tensor:
         """Reshape [N, groups g_dim, *spatial] to [groups, N, s, g_dim]."""

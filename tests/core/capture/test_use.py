@@ -304,6 +304,87 @@ def test_no_cycle_holds_activations(fisher):
         gc.enable()
 
 
+@pytest.mark.parametrize("kind", [nn.Linear, "conv", nn.LSTM])
+@pytest.mark.parametrize("fisher", ["empirical", "mc"])
+def test_a_loss_that_is_kept_holds_no_activations(kind, fisher):
+    """A backward that frees the graph frees the inputs, though the nodes of the graph live on."""
+    layer = nn.Conv1d(4, 4, 1) if kind == "conv" else kind(4, 4)
+    model = nn.ModuleList([nn.Linear(4, 4), layer])
+    kfac = kfac_of(model, fisher=fisher)
+    gc.collect()
+    before = {id(x) for x in gc.get_objects() if type(x) is SeenCall}  # of other tests
+
+    def held():
+        seen = [x for x in gc.get_objects() if type(x) is SeenCall and id(x) not in before]
+        return [call for call in seen if call.x is not None]
+
+    out = model[1](model[0](torch.randn(4, 4)).tanh())
+    out = out[0] if isinstance(out, tuple) else out
+    loss = out.square().sum()
+    assert len(held()) >= 2
+    kfac.fisher_backward(out, "gaussian")
+    loss.backward()
+    del out
+    assert held() == []
+    kfac.step()
+    assert loss.item() > 0
+
+
+def test_a_graph_that_is_kept_keeps_the_inputs():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    kfac, x = kfac_of(model), torch.randn(6, 4)
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    kfac.step()
+    factors = factors_of(kfac)
+    other = copy.deepcopy(model)
+    other.zero_grad()
+    again = kfac_of(other)
+    (2 * other(x).square().sum()).backward()
+    again.step()
+    assert_close(factors["2"]["A"], factors_of(again)["2"]["A"])
+
+
+def test_parameters_of_others_in_functional_call_count_nothing():
+    """Their gradients do not reach ``.grad`` of the layers."""
+    model, (x, other) = Net(), torch.randn(2, 6, 4)
+    foreign = {name: nn.Parameter(torch.randn_like(p)) for name, p in model.named_parameters()}
+    kfac = kfac_of(model)
+    loss_of(torch.func.functional_call(model, foreign, (10 * other,)), 6).backward()
+    loss_of(model(x), 6).backward()
+    kfac.step()
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    alone = kfac_of(plain)
+    loss_of(plain(x), 6).backward()
+    alone.step()
+    assert_same(factors_of(kfac), factors_of(alone))
+
+
+def test_forwards_in_eval_mode_leave_nothing():
+    model = Net().eval()
+    kfac = kfac_of(model)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(6, 4))
+    assert not kfac._capture._examples
+
+
+def test_a_convolution_whose_padding_and_dilation_change_later():
+    found = []
+    for later in (False, True):
+        torch.manual_seed(0)
+        conv = nn.Conv2d(2, 3, 3, padding=1) if later else nn.Conv2d(2, 3, 3, 1, 2, 2)
+        model = nn.Sequential(conv, nn.Flatten(), nn.Linear(75, 3))
+        conv.padding, conv.dilation = (2, 2), (2, 2)
+        kfac = kfac_of(model)
+        loss_of(model(torch.randn(6, 2, 5, 5)), 6).backward()
+        kfac.step()
+        found.append(factors_of(kfac))
+    assert_same(*found)
+
+
 def test_copies_and_saved_models_have_no_active_hook():
     model = Net()
     kfac, x = kfac_of(model), torch.randn(6, 4)
