@@ -206,6 +206,16 @@ def test_before_adam_the_part_across_is_shorter(name):
     assert longest == pytest.approx(most, rel=1e-3)
 
 
+def test_the_rate_of_a_layer_is_that_of_its_group_after_a_group_was_removed():
+    model = tiny_model()
+    groups = [{"params": [*m.parameters()], "lr": i} for i, m in enumerate(layers_of(model), 1)]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    kfac = KFAC(model, optimizer, skip=["^0$"])
+    before = kfac._write_back.learning_rates()
+    optimizer.param_groups.pop(0)
+    assert kfac._write_back.learning_rates() == before == {"2": 2, "5": 3, "7": 4}
+
+
 def test_layers_with_a_zero_gradient_and_without_a_gradient():
     model = tiny_model()
     kfac = kfac_of(model, grafting=True)

@@ -43,7 +43,7 @@ class WriteBack:
             linalg.MOST_ACROSS_ELEMENTWISE if _is_elementwise(optimizer) else linalg.MOST_ACROSS
         )
         self._group_of: dict[str, int] = {}
-        self._sizes: list[int] = []
+        self._group_count = 0
         self._groups()
         self._nu: Tensor | None = None
         self._rows_of: tuple[list[str], Tensor] | None = None
@@ -51,11 +51,11 @@ class WriteBack:
         self._cosine_of: list[str] = []
 
     def _groups(self) -> dict[str, int]:
-        """Return each layer's index in the optimizer's groups, which a script may change."""
-        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
-        if sizes != self._sizes:
+        """Return each layer's index in the optimizer's groups; a script may add or remove some."""
+        # Not by the parameters: DeepSpeed replaces those of each group by one flat parameter.
+        if (count := len(self._optimizer.param_groups)) != self._group_count:
             self._group_of = _find_param_groups(self._layers, self._optimizer)
-            self._sizes = sizes
+            self._group_count = count
         return self._group_of
 
     def learning_rates(self) -> dict[str, float]:
