@@ -270,7 +270,8 @@ def load(name: str) -> Benchmark:
         schema = OmegaConf.structured(Benchmark)
         result = OmegaConf.to_object(OmegaConf.merge(schema, *_parts(path, [])))
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UsageError(f"{path}: {first_line(error)}") from None
+        key = getattr(error, "full_key", None)
+        raise UsageError(f"{path}: {f'{key}: ' if key else ''}{first_line(error)}") from None
     assert isinstance(result, Benchmark)
     _check_contest(result, path)
     if result.tuning is not None:
@@ -283,7 +284,7 @@ def _parts(path: Path, before: Sequence[Path]) -> list[Any]:
     if path in before:
         raise UsageError(f"{path}: extends: this benchmark extends itself")
     own = OmegaConf.load(path)
-    if not isinstance(own, DictConfig):
+    if not isinstance(own, DictConfig) or not own:
         raise UsageError(f"{path}: is no benchmark: expected title:, axes: and overrides:")
     if (base := own.get("extends")) is None:
         return [own]

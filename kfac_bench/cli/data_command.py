@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from kfac_bench.cli.entry import Parser, command_line, say_next
+from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError, printable, shortage
 from kfac_bench.output import counted, say
 
@@ -33,7 +34,7 @@ def data(arguments: list[str]) -> int:
         dataset = idx_images.DATASETS[options.dataset]
         fetch_idx_images.fetch(options.folder, options.url, say, dataset)
         say(f"{options.folder}: complete")
-        words = [f"data={options.dataset}", f"data.root={options.folder}"]
+        words = [f"data={options.dataset}", path_word("data.root", options.folder)]
         say_next(command_line("kfac-train", words))
         return 0
     return _verify(options.folder)
@@ -115,7 +116,7 @@ def _verify(folder: Path) -> int:
     if faults:
         return 1
     dataset = content.partition(":")[0]
-    words = [*_WORDS.get(dataset, ()), f"data={dataset}", f"data.root={folder}"]
+    words = [*_WORDS.get(dataset, ()), f"data={dataset}", path_word("data.root", folder)]
     say_next(command_line("kfac-train", words))
     return 0
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from kfac_bench.config import TrainConfig
 
 
+MOST_RUNS = 1000
+"""All runs are composed before the first one starts: some hundredths of a second for each."""
+
+
 def run(
     overrides: Sequence[str], config_dir: Path | None, train: Callable[["TrainConfig"], int]
 ) -> int:
@@ -36,12 +40,15 @@ def run(
     for words in problems:
         problem_file.run_named(words)
     jobs = [job for words in problems for job in _jobs(words, config_dir)]
+    if len(jobs) > MOST_RUNS:
+        raise UsageError(f"a sweep of {len(jobs)} runs: at most {MOST_RUNS} are possible at once")
     # Hydra's own sweeps would also read launchers and callbacks, which are programs, from files.
     configs = [compose.load(words, config_dir, ranks) for words in jobs]
     chosen = [recipes.choose(words, config_dir, ranks) for words in jobs]
     if slurm_rank.is_main_process():
         for line in dict.fromkeys(recipe.line() for recipe in chosen if recipe is not None):
             say(line)
+    _check_folders(configs)
     _group_in_wandb(configs)
     codes: list[int] = []
     for config in configs:
@@ -64,6 +71,17 @@ def run(
         if paths:
             say_next(command_line("kfac-bench compare", paths))
     return max(codes, default=0)
+
+
+def _check_folders(configs: Sequence["TrainConfig"]) -> None:
+    """Raise :class:`UsageError` if different runs would share one directory."""
+    for i, config in enumerate(configs):
+        shares = [other for other in configs[:i] if other.run_id == config.run_id is not None]
+        if any(other != config for other in shares):
+            raise UsageError(
+                f"run_id={config.run_id}: a sweep of {len(configs)} runs needs a directory for "
+                "each. Leave out run_id"
+            )
 
 
 def _group_in_wandb(configs: Sequence["TrainConfig"]) -> None:

@@ -13,6 +13,7 @@ from kfac_bench.distributed import slurm_rank
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
 from kfac_bench.record.progress import progress
+from kfac_bench.stop_signals import interrupt_afterwards
 
 if TYPE_CHECKING:
     from kfac_bench.config import TrainConfig
@@ -138,7 +139,7 @@ def _train_one(config: TrainConfig, by_layer: bool) -> int:
     if run_directory.stop_if_complete(config):
         _send_again(config)
         return 0
-    with progress.task("loading PyTorch"):
+    with progress.task("loading PyTorch"), interrupt_afterwards():
         from kfac_bench.training import run
 
     code = run.start(config)
@@ -227,6 +228,8 @@ def _beside(
     except UsageError:
         return [], []
     if any(each.kfac.enabled == config.kfac.enabled for each in found):
+        return [], []
+    if any(each.run_id is not None for each in found):  # a file of from= names the run itself
         return [], []
     return choices[0], [RunDirectory(each).path for each in found]
 

@@ -59,6 +59,7 @@ def add_try(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument(
         "words",
         nargs="*",
+        default=[],  # otherwise argparse says that a word is required
         metavar="OPTION=VALUE",
         help="options of kfac-train for all runs",
     )

@@ -118,7 +118,10 @@ def expanded(overrides: Sequence[str], config_dir: Path | None = None) -> list[s
     Raises:
         UsageError: One of these words is wrong, or a word is an option of Hydra itself.
     """
-    words = received_files.run_again(received_files.without_hydra(overrides))
+    words = received_files.without_hydra(overrides)
+    if (deleted := next((w for w in words if w.startswith("~")), None)) is not None:
+        raise UsageError(f"{deleted}: options cannot be deleted; give a value, such as kfac=none")
+    words = received_files.run_again(words)
     return with_profiles(problem_file.expand(words), folders(config_dir))
 
 

@@ -161,6 +161,18 @@ def _no_list(failure: _Failure) -> str | None:
     return f"{failure.where}{failure.given}: expected a list, such as {example}"
 
 
+def _no_options(failure: _Failure) -> str | None:
+    if "Cannot merge DictConfig with ListConfig" in failure.detail:
+        return f"{failure.where}is a list: write one option: value in each line"
+    found = re.search(r": \w+ is not a subclass of (\w+)\. value: (.*)", failure.detail)
+    if not found:
+        return None
+    name, value = found.groups()
+    of_class = [f.name for f in dataclasses.fields(TrainConfig) if name in str(f.type)]
+    key = of_class[0] if of_class else name
+    return f"{failure.where}{key}: {value}: expected lines with options below {key}:"
+
+
 def _null(failure: _Failure) -> str | None:
     if not re.search(r"field '\S+' is not Optional", failure.detail):
         return None
@@ -203,9 +215,11 @@ def _as_text(word: str) -> str:
 
 
 def _unknown_group(failure: _Failure) -> str | None:
-    found = re.search(r"override '([^']+)'", failure.text)
+    found = re.search(r"override '([^']*)'", failure.text)
     if "Could not override" not in failure.text or not found:
         return None
+    if not found[1]:
+        return f"{' '.join(failure.overrides)}: an option has no name: write option=value"
     groups = [path.name for path in CONF_DIR.iterdir() if path.is_dir()]
     return f"{failure.where}{found[1]}: no such option or group{did_you_mean(found[1], groups)}"
 
@@ -241,6 +255,7 @@ _DESCRIPTIONS: tuple[Callable[[_Failure], str | None], ...] = (
     _unknown_option,
     _wrong_type,
     _no_list,
+    _no_options,
     _no_text,
     _null,
     _no_override,

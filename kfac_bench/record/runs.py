@@ -27,6 +27,7 @@ from kfac_bench.record.events import (
 )
 
 OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lars": "LARS", "lamb": "LAMB"}
+OPTIMIZERS |= {"muon": "Muon", "soap": "SOAP"}
 
 
 @dataclass(frozen=True)

@@ -188,4 +188,5 @@ def _write(weights: Mapping[str, Tensor], metadata: Mapping[str, str], path: Pat
             save_file(dict(weights), temporary, metadata=dict(metadata))
     except Exception as error:
         # safetensors raises an exception type of its own, for example for a full disk.
-        raise UsageError(f"{path}: cannot be written ({first_line(error)})") from None
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UsageError(f"{path}: cannot be written ({reason})") from None

@@ -567,6 +567,8 @@ def test_a_sweep_leaves_no_stray_files(swept):
         (["seed=glob(*)"], "seed=glob(*): no choice fits; seed is not a group"),
         (["model=glob(["], "'model=glob([' is not an override"),
         (["logger.id=x", "seed=0,1"], "a sweep of 2 runs needs a W&B run for each. Unset it"),
+        (["run_id=x", "seed=0,1"], "run_id=x: a sweep of 2 runs needs a directory for each"),
+        (["seed=range(0,5000)"], "a sweep of 5000 runs: at most 1000"),
     ],
 )
 def test_bad_input_to_a_sweep_is_one_line(command, tmp_path, overrides, fragment):
@@ -620,6 +622,16 @@ def test_a_run_ends_with_its_result_and_the_command_without_kfac(tmp_path, capsy
     assert beside.startswith("beside: SGD: squared_error ")
     folders = [line.rpartition("; ")[2] for line in (result, beside)]
     assert then == f"next: kfac-bench compare {' '.join(folders)}"
+
+
+def test_a_run_from_a_file_that_names_it_has_no_other_run_beside_it(tmp_path, capsys):
+    for words in ([*TINY, f"runs_dir={tmp_path}", "run_id=mine"], [f"from={tmp_path}/mine"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.train(words)
+        assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert "beside: " not in said
+    assert said.splitlines()[-1] == f"next: kfac-bench compare {tmp_path}/mine"
 
 
 @pytest.mark.parametrize("sweep", [(), ("-m", "seed=0,1")], ids=["run", "sweep"])

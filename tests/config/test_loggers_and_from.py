@@ -33,7 +33,6 @@ def test_each_logger_has_a_row_a_file_and_an_option():
         (["logger=[]"], []),
         (["logger=null"], []),
         (["logger=none"], []),
-        (["~logger"], []),
     ],
 )
 def test_loggers_are_those_that_the_command_line_names(words, expected):

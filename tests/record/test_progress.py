@@ -14,6 +14,7 @@ import pytest
 from kfac_bench.record import progress as module
 from kfac_bench.record.progress import Progress, Task
 from kfac_bench.record.sinks.console import ConsoleSink
+from kfac_bench.stop_signals import interrupt_afterwards
 from tests.support.runs import train
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +45,23 @@ def test_the_time_left_does_not_count_the_first_part(clock):
     clock[0] += 4
     state[0] = 3
     assert task.line() == "training: 3 of 100 done, about 3 min 14 s left"
+
+
+def test_ctrl_c_waits_for_the_end_of_an_import_that_would_swallow_it():
+    seen = []
+
+    def load():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)
+        except KeyboardInterrupt:
+            seen.append("swallowed")
+        seen.append("end")
+
+    with pytest.raises(KeyboardInterrupt), interrupt_afterwards():
+        load()
+    assert seen == ["end"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 class Screen:

@@ -150,8 +150,8 @@ def _too_small(
     if 2 * (measured.spent_s + starts_s) > 60 * minutes:
         return (
             f"{begins}the first runs took {measured.spent_s:.0f} s, and the starts of {runs} runs "
-            f"take {starts_s:.0f} s ({measured.start_s:.2g} s each). Other programs slow down the "
-            "starts: end them and try again, or give more minutes"
+            f"take {starts_s:.0f} s ({measured.start_s:.2g} s each). Give more minutes, or end "
+            "other programs, which slow down the starts"
         )
     steps = max(0, math.floor(limit_s / measured.step_s))
     evaluations = max(0, math.floor(limit_s / _interval_s(0.0, measured)))

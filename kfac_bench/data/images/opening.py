@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 from torchvision.io import ImageReadMode, decode_png
 
@@ -32,7 +32,7 @@ def open_image(file: Path | io.BytesIO) -> Iterator[ImageFile]:
     """Open an image with Pillow, which reads the header only. The pixels are decoded later.
 
     Raises:
-        ValueError: The image has more than `MOST_PIXELS`, or is PostScript.
+        ValueError: The file is no image, has more than `MOST_PIXELS`, or is PostScript.
         Exception: Pillow raises exceptions of many types for a damaged file.
     """
     try:
@@ -41,6 +41,8 @@ def open_image(file: Path | io.BytesIO) -> Iterator[ImageFile]:
         raise ValueError(
             f"it has more than {_megapixels(MOST_PIXELS)}, which is not allowed"
         ) from None
+    except UnidentifiedImageError:  # the text of Pillow has the address of an object
+        raise ValueError("it is no image") from None
     with opened as image:
         if image.format == "EPS":
             # Whatever the name of the file is, Pillow would decode it by running Ghostscript.

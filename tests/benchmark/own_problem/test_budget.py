@@ -68,7 +68,7 @@ def test_starts_that_eat_the_minutes_are_named():
         budget_of(2, busy, 7, 3)
     said = str(caught.value)
     assert "the first runs took 40 s, and the starts of 21 runs take 126 s (6 s each)" in said
-    assert "Other programs slow down the starts: end them and try again" in said
+    assert "Give more minutes, or end other programs, which slow down the starts" in said
     assert "steps of AdamW" not in said
 
 

@@ -407,7 +407,9 @@ def test_the_spaces_are_no_table_to_run_or_to_tune(tmp_path):
 def test_labels_are_drawn_only_with_a_likelihood():
     with_it = study_input.candidates("kfac", has_likelihood=True)
     without = study_input.candidates("kfac", has_likelihood=False)
-    assert {each["kfac.fisher"] for each in with_it} == {"mc"}
+    first, *others = with_it
+    assert first["kfac.fisher"] == "empirical"  # the default of KFAC
+    assert {each["kfac.fisher"] for each in others} == {"mc"}
     assert not any("kfac.fisher" in each for each in without)
 
 

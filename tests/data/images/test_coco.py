@@ -484,6 +484,6 @@ def test_kfac_data_makes_and_verifies_coco(capsys, tmp_path):
     (root / "val2017" / "000000000003.jpg").unlink()
     code, out, _ = run(capsys, "verify", root)
     assert code == 1
-    assert "000000000007.jpg: cannot identify image file" in out
+    assert "000000000007.jpg: it is no image" in out
     assert "instances_val2017.json: image 3: there is no file '000000000003.jpg'" in out
     assert out.splitlines()[-1].startswith("coco: 199 images in train, 49 images in val; ")

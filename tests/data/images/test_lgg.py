@@ -181,8 +181,8 @@ def spoil(path, mode, size=(SIZE, SIZE), value=0):
 
 FAULTS = {
     "cut": (lambda image, mask: cut(image), "image", "truncated|read"),
-    "text": (lambda image, mask: mask.write_bytes(b"no image"), "mask", "identify"),
-    "empty": (lambda image, mask: image.write_bytes(b""), "image", "identify"),
+    "text": (lambda image, mask: mask.write_bytes(b"no image"), "mask", "is no image"),
+    "empty": (lambda image, mask: image.write_bytes(b""), "image", "is no image"),
     "no mask": (lambda image, mask: mask.unlink(), "image", "there is no .*_3_mask.tif"),
     "no slice": (lambda image, mask: image.unlink(), "mask", "neither a slice"),
     "another size": (lambda image, mask: spoil(mask, "L", (8, 16)), "mask", "8 x 16 .* 16 x 16"),
