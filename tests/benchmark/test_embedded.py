@@ -111,7 +111,7 @@ def test_a_patch_larger_than_the_pictures_is_refused():
 
 def test_without_scikit_image_the_error_names_the_package(monkeypatch):
     monkeypatch.setattr(digits, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install 'kfac-bench\[pictures\]'"):
+    with pytest.raises(UsageError, match=r"pip install '.\[pictures\]'"):
         pictures.load()
 
 

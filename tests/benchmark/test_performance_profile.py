@@ -203,9 +203,9 @@ def test_times_are_compared_with_the_best_first_order_optimizer(tmp_path):
     assert [row[1:] for row in table.rows] == [
         ["Adam", "2 of 3", 12.0, 3.0, 2.0, INF, 1.0],
         ["SGD", "3 of 3", 20.0, 5.0, 4.0, 6.0, 5 / 3],
-        ["soap", "3 of 3", 6.0, 1.5, 1.5, 1.5, 0.5],
+        ["SOAP", "3 of 3", 6.0, 1.5, 1.5, 1.5, 0.5],
         ["K-FAC + LAMB", "1 of 3", INF, INF, 1.0, INF, INF],
-        ["K-FAC + muon", "3 of 3", 3.0, 0.75, 0.5, 1.0, 0.25],
+        ["K-FAC + Muon", "3 of 3", 3.0, 0.75, 0.5, 1.0, 0.25],
     ]
 
 

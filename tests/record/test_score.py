@@ -215,7 +215,7 @@ def test_labels_of_optimizers(tmp_path: Path) -> None:
         write_run(tmp_path / str(i), optimizer__name=name, kfac__enabled=kfac)
     settings = runs.group(runs.load(file) for file in runs.find(tmp_path))
     labels = [setting.optimizer for setting in settings]
-    assert labels == ["Adam", "AdamW", "SGD", "K-FAC + SGD", "K-FAC + muon"]
+    assert labels == ["Adam", "AdamW", "SGD", "K-FAC + Muon", "K-FAC + SGD"]
 
 
 def test_equal_labels_say_what_differs(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_a_start_from_the_beginning_hides_the_scalars_before(tmp_path):
 
 def test_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UsageError, match=r"pip install 'kfac-bench\[tensorboard\]'"):
+    with pytest.raises(UsageError, match=r"pip install '.\[tensorboard\]'"):
         TensorboardSink(ShownRun(tmp_path))
 
 
