@@ -43,7 +43,7 @@ LONG = (
     "trainer.checkpoint_freq=50",
 )
 """A run of some seconds, so that a test can kill it in between."""
-PATIENCE_S = 120
+PATIENCE_S = 240
 
 
 def free_port():
