@@ -1,4 +1,4 @@
-"""The signals that ask a run to save and end; loader workers leave them to the run."""
+"""The signals that ask a run to save and end, which loader workers leave to the run; and Ctrl-C."""
 
 import os
 import signal

@@ -214,10 +214,11 @@ def run_cells(
 
     Raises:
         TimeIsUp: The time limit of the session has passed.
-        UsageError: Two cells in a row could not start, for the same reason: for example, the data
-            are not on this machine. Both are forgotten, so that they run again without `retry`.
+        UsageError: Two cells in a row were refused for the same reason: for example, the data are
+            not on this machine. Both failures are forgotten, so that the cells run again without
+            `retry`.
     """
-    stopped: Cell | None = None
+    refused: Cell | None = None
     failed, left = 0, sum(run_end.will_run(cell.path(), retry=retry) for cell in todo)
     took_s: list[float] = []
     for number, cell in enumerate(todo, start=1):
@@ -225,15 +226,16 @@ def run_cells(
         if session is not None and is_new:
             session.begin(cell.point.get("task", ""), f"seed {cell.seed}")
         is_good, text = run_cell(cell, retry=retry)
-        if session is not None:
+        why = run_end.refusal(cell.path())
+        if session is not None and why is None:
             session.keep("table", cell.path(), cell.point, cell.seed)
         failed += not is_good
         if is_new:
-            if stopped is not None and run_end.could_not_start_either(cell.path(), stopped.path()):
-                for each in (stopped, cell):
+            if refused is not None and why == run_end.refusal(refused.path()):
+                for each in (refused, cell):
                     run_end.forget_failure(each.path())
-                raise UsageError(bare(text.removeprefix("failed: ")))
-            stopped = cell
+                raise UsageError(bare(why or ""))
+            refused = None if why is None else cell
             left -= 1
             took_s.append(time.monotonic() - began)
         say(f"[{number}/{len(todo)}] {cell.label}: {text}{time_left(took_s, left)}")

@@ -28,7 +28,7 @@ class Failure:
     has_run: bool
     """False if the run could not start, because an earlier run failed."""
     exit_code: int = 1
-    """That of ``kfac-train``: 2 is an input that it refuses."""
+    """The exit code of ``kfac-train``; 2: it refused its input."""
 
 
 def record_failure(
@@ -57,11 +57,12 @@ def failure(folder: Path) -> Failure | None:
     return None if has_ended else found
 
 
-def could_not_start_either(folder: Path, other: Path) -> bool:
-    """Return whether both runs were refused before their first event, for the same reason."""
+def refusal(folder: Path) -> str | None:
+    """Return why ``kfac-train`` refused the input of a run before its first event, or None."""
     why = failure(folder)
-    has_begun = any((each / EVENTS_FILE).exists() for each in (folder, other))
-    return why is not None and why.exit_code == 2 and why == failure(other) and not has_begun
+    if why is None or why.exit_code != 2 or (folder / EVENTS_FILE).exists():
+        return None
+    return why.reason
 
 
 def forget_failure(folder: Path) -> None:

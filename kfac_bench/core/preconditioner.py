@@ -541,7 +541,9 @@ class KFAC:
         """
         reasons = dict.fromkeys(self._guards.statistics.missing, "its gradient has no statistics")
         left = self._executor.gradients.left
+        unread = set() if self._capture is None else self._capture.unread
         reasons |= dict.fromkeys(left, "its statistics are not those of its gradient")
+        reasons |= dict.fromkeys(left & unread, "K-FAC cannot read its inputs or outputs")
         left_out = [
             SkippedModule(x.name, type(x.modules[0]).__name__, x.spec.grad_numel, reasons[x.name])
             for x in self._layers

@@ -26,8 +26,15 @@ from kfac_bench.record.events import (
     read,
 )
 
-OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lars": "LARS", "lamb": "LAMB"}
-OPTIMIZERS |= {"muon": "Muon", "soap": "SOAP"}
+OPTIMIZERS = {
+    "sgd": "SGD",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "lars": "LARS",
+    "lamb": "LAMB",
+    "muon": "Muon",
+    "soap": "SOAP",
+}
 
 
 @dataclass(frozen=True)

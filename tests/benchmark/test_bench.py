@@ -391,6 +391,13 @@ def test_a_row_whose_data_are_missing_stops_at_its_second_cell(tmp_path, capsys,
     assert [run_end.failure(cell.path()) for cell in cells] == [None] * 3
     assert all(run_end.will_run(cell.path(), retry=False) for cell in cells)
 
+    class NothingToKeep(grid.WorkSession):
+        def keep(self, *args):
+            pytest.fail("a refused run is no result")
+
+    with pytest.raises(UsageError, match=r"set data\.root"):
+        grid.run_cells(cells, lambda line: None, session=NothingToKeep())
+
 
 def test_a_report_tells_cells_that_have_not_run_from_failed_ones(tmp_path, capsys, monkeypatch):
     tree, runs = small(seeds=[0]), tmp_path / "runs"

@@ -150,7 +150,8 @@ def test_schedules_and_groups_may_change_the_betas_and_eps():
     options = {"betas": (0.7, 0.9), "eps": 1e-3}
     optimizers = [
         eigen_adam(built, lr=LR, **options),
-        *(eigen_adam(m, lr=LR) for m in (changed, loaded)),
+        eigen_adam(changed, lr=LR),
+        eigen_adam(loaded, lr=LR),
     ]
     optimizers[1].param_groups[0].update(options)
     optimizers[2].load_state_dict(optimizers[0].state_dict())

@@ -63,7 +63,7 @@ class Request:
     is_scaled: bool = False
     """True if there is a loss scale, so that gradients may have overflowed."""
     adam_options: Mapping[str, AdamOptions] = field(default_factory=dict)
-    """By layer, for method eigen_adam."""
+    """The options of each layer's parameter group, by layer; for method eigen_adam."""
     check: Callable[[], None] = lambda: None
     """Called before each slice of decompositions, when all statistics have been sent."""
 

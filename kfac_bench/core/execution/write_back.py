@@ -65,13 +65,15 @@ class WriteBack:
             ValueError: The optimizer chooses its rate itself.
         """
         groups = self._optimizer.param_groups
-        rates = {name: groups[index].get("lr") for name, index in self._groups().items()}
-        if any(rate is None for rate in rates.values()):
-            raise ValueError(
-                f"{type(self._optimizer).__name__} has no lr, but K-FAC needs the learning rate: "
-                "give the optimizer a rate, or set trust_ratio=None and kl_clip=None"
-            )
-        return {name: float(rate) for name, rate in rates.items() if rate is not None}
+        rates: dict[str, float] = {}
+        for name, index in self._groups().items():
+            if (rate := groups[index].get("lr")) is None:
+                raise ValueError(
+                    f"{type(self._optimizer).__name__} has no lr, but K-FAC needs the learning "
+                    "rate: give the optimizer a rate, or set trust_ratio=None and kl_clip=None"
+                )
+            rates[name] = float(rate)
+        return rates
 
     def adam_options(self) -> dict[str, AdamOptions]:
         """Return the options of the parameter group of each layer's weight, for EigenAdam."""

@@ -66,7 +66,7 @@ class ConvLayer(Layer):
 
     @property
     def _pads(self) -> list[int]:
-        """What the forward pads with, in the order of :func:`torch.nn.functional.pad`."""
+        """The padding of the forward, in the order of :func:`torch.nn.functional.pad`."""
         conv = self._conv
         if conv.padding_mode == "zeros" and not isinstance(conv.padding, str):
             # Scripts change conv.padding later. Only the other modes read the attribute below.
