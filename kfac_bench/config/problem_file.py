@@ -225,11 +225,15 @@ def _run(path: str) -> _RunFile:
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    _seeded(path, lambda: exec(compile(source, path, "exec"), module.__dict__))  # noqa: S102
+    # Without `dont_inherit` the annotations of the file would become text, as those of this file.
+    code = _seeded(path, lambda: compile(source, path, "exec", dont_inherit=True))
+    _seeded(path, lambda: exec(code, module.__dict__))  # noqa: S102
+    _check_modules(path, folder)
     problem = module.__dict__.get("problem")
     if not isinstance(problem, Problem) and not inspect.isfunction(problem):
         has = "has no variable `problem`" if problem is None else "has another kind of `problem`"
-        raise UsageError(f"{path}: the file {has}. {_HOW}")
+        how = "Write `from kfac_bench import Problem` and `problem = Problem(...)`"
+        raise UsageError(f"{path}: the file {has}. {how}")
     file = _RunFile(path, hashlib.sha256(source).hexdigest()[:16], problem)
     for name, default in file.defaults().items():
         if default is inspect.Parameter.empty:
@@ -240,7 +244,18 @@ def _run(path: str) -> _RunFile:
     return file
 
 
-_HOW = "Write `from kfac_bench import Problem` and `problem = Problem(...)`"
+def _check_modules(path: str, folder: str) -> None:
+    """Refuse a file that may have got a module of another problem's folder instead of its own."""
+    others = {Path(other).resolve().parent for other in _files} - {Path(folder)}
+    for name, module in list(sys.modules.items()):
+        place = Path(getattr(module, "__file__", None) or "")
+        place = place.parent if place.name == "__init__.py" else place
+        is_other = place.parent in others and not name.startswith("kfac_problem_")
+        if is_other and (Path(folder) / place.name).exists():
+            raise UsageError(
+                f"{path}: the module {name} comes from {place.parent}, the folder of another "
+                "problem file. Run the two files one by one"
+            )
 
 
 def _seeded(path: str, function: Callable[[], T]) -> T:
@@ -284,8 +299,7 @@ def _built(file: _RunFile, arguments: str) -> ProblemFile:
 
 
 def _no_parameter(file: _RunFile, name: str) -> str:
-    defaults = file.defaults()
-    if defaults:
+    if defaults := file.defaults():
         return f"the function `problem` in {file.path} has the parameters {', '.join(defaults)}"
     return (
         f"{file.path} takes no arguments. Write a function `def problem({name or 'width'}=64):` "

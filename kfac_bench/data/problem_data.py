@@ -89,12 +89,13 @@ class ProblemData(Data):
             lambda: _collate(self.file.problem.collate, (0, 0), samples),
         )
         whole = _plain(batch, self.file.problem.collate is None)
-        tensors = list(_tensors(whole))
-        if not tensors or any(x.ndim == 0 or len(x) != len(samples) for x in tensors):
-            shapes = ", ".join(str(list(x.shape)) for x in tensors) or "no tensor"
+        leaves = list(_leaves(whole))
+        shapes = [list(x.shape) if isinstance(x, Tensor) else [len(x)] for x in leaves]
+        if not list(_tensors(whole)) or any(shape[:1] != [len(samples)] for shape in shapes):
+            listed = ", ".join(map(str, shapes)) or "no tensor"
             raise UsageError(
-                f"{self.file.path}: a batch of {len(samples)} examples of `{name}` has {shapes}. "
-                "The first dimension of each tensor must count the examples"
+                f"{self.file.path}: a batch of {len(samples)} examples of `{name}` has {listed}. "
+                "The first dimension of each tensor and list must count the examples"
             )
         return whole
 
@@ -232,13 +233,18 @@ def _map_tensors(batch: Any, function: Any) -> Any:
     return batch
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch in order; those in a list of examples do not count."""
-    if isinstance(batch, Tensor):
+def _leaves(batch: Any) -> Iterator[Tensor | list[Any]]:
+    """Yield the tensors and the lists of examples of a batch in order."""
+    if isinstance(batch, Tensor | list):
         yield batch
     elif isinstance(batch, dict | tuple):
         for value in batch.values() if isinstance(batch, dict) else batch:
-            yield from _tensors(value)
+            yield from _leaves(value)
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch in order; those in a list of examples do not count."""
+    return (leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor))
 
 
 def _about(x: Tensor, exact: bool) -> str:

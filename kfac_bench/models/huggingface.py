@@ -99,10 +99,18 @@ def build(
         config = transformers.AutoConfig.from_pretrained(folder, **_OFFLINE)
         _fit(config, kind, num_classes)
         network = _network(kind, config)
+        if kind == "causal":
+            # Texts have no padding here. The embedding of a padding token would never be trained.
+            network.get_input_embeddings().padding_idx = None  # type: ignore[operator]
         # A config.json may ask for half precision; the trainer keeps weights in fp32.
         model = TextNetwork(network.float(), kind)
     with _errors(folder, f"fails on {shape[0]} tokens; try a smaller data.sequence_length"):
-        _try(model, shape[0])
+        output = _try(model, shape[0])
+    if kind == "causal" and _looks_ahead(output):
+        raise UsageError(
+            f"model.path={folder}: the network is not causal: a token sees the tokens that follow "
+            "it. Choose a network such as GPT-2 or Llama"
+        )
     return model
 
 
@@ -145,6 +153,9 @@ def _fit(config: Any, kind: str, num_classes: int) -> None:
         config.pad_token_id = 0  # without padding, transformers classifies single texts only
     elif pad is not None and kind != "classifier" and pad >= num_classes:
         config.pad_token_id = None
+    if kind == "causal":
+        # Without this line a network such as BERT would see the tokens that it has to predict.
+        config.is_decoder = True
 
 
 def _network(kind: str, config: Any) -> nn.Module:
@@ -160,16 +171,25 @@ def _network(kind: str, config: Any) -> nn.Module:
     return network
 
 
-def _try(model: TextNetwork, length: int) -> None:
-    ids = torch.zeros(1, length, dtype=torch.int64)
+def _try(model: TextNetwork, length: int) -> Any:
+    """Return the output for two texts that have only the first token in common."""
+    ids = torch.zeros(2, length, dtype=torch.int64)
+    ids[1, 1:] = 1
     inputs: Tensor | dict[str, Tensor] = ids
     if model.kind == "masked":
-        inputs = {"input_ids": ids, "token_type_ids": ids, "attention_mask": ids == 0}
+        inputs = {"input_ids": ids, "token_type_ids": ids, "attention_mask": ids >= 0}
         inputs["positions"] = ids[:, :1]
     model.eval()
     with torch.no_grad(), randomness.preserve_rng():
-        model(inputs)
+        output = model(inputs)
     model.train()
+    return output
+
+
+def _looks_ahead(logits: Tensor) -> bool:
+    """Return whether the logits [2, L, V] of equal first tokens differ, unless they are meta."""
+    first, other = logits[:, 0]
+    return not logits.is_meta and bool((first - other).abs().max() > 1e-4 * first.abs().max())
 
 
 def has_weights(folder: Path) -> bool:

@@ -38,6 +38,11 @@ class ClassificationConfig(TaskConfig):
     def build(self, data: Data) -> Task:
         from kfac_bench.tasks.image_tasks import Classification
 
+        if data.num_classes < 2:
+            raise UsageError(
+                f"data={data.name} has only one class, so there is nothing to learn. Set data.root "
+                "to a dataset with several classes"
+            )
         return Classification(self.label_smoothing, data.looks)
 
 

@@ -1,6 +1,7 @@
 """The task of a user's own problem: its loss and metric, which are tried before a run begins."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,24 +135,30 @@ def _try_loss(task: ProblemTask, model: nn.Module, data: ProblemData, device: An
         "the model or the loss fails on a batch of twice as many examples",
         lambda: task.forward(model, _batch(data, "train", device, copies=2)),
     )
-    twice = doubled.item()
-    # The mean over examples that occur twice is the same; their sum is twice as large.
+    _check_mean(path, "loss", value, doubled.item())
+
+
+def _check_mean(path: str, what: str, value: float, twice: float) -> None:
+    """Refuse a sum: of examples that occur twice it is twice as large, and their mean the same."""
     if abs(value) > 1e-6 and abs(twice / value - 2) < 0.01:
         raise UsageError(
-            f"{path}: the loss is a sum over the examples: it is {value:.4g} for one batch and "
+            f"{path}: the {what} is a sum over the examples: it is {value:.4g} for one batch and "
             f"{twice:.4g} for the same batch twice. Return the mean over the examples"
         )
 
 
 def _try_metric(task: ProblemTask, model: nn.Module, data: ProblemData, device: Any) -> None:
     file = data.file
-    totals = file.call(
-        "the metric fails on the first batch",
-        lambda: task.totals(model, _batch(data, "validation", device)),
-    )
-    value = task.metrics(totals)[task.metric]
-    if math.isnan(value):
+    values = []
+    for copies in (1, 2):
+        batch = _batch(data, "validation", device, copies)
+        totals = file.call(
+            "the metric fails on the first batch", partial(task.totals, model, batch)
+        )
+        values.append(task.metrics(totals)[task.metric])
+    if math.isnan(values[0]):
         raise UsageError(f"{file.path}: the metric `{task.metric}` of the first batch is NaN")
+    _check_mean(file.path, f"metric `{task.metric}`", *values)
 
 
 def _batch(data: ProblemData, name: str, device: Any, copies: int = 1) -> Batch:

@@ -80,6 +80,22 @@ def test_a_masked_network_learns_masked_tokens_without_next_sentences(tmp_path):
     assert task.show(model, batch, 1)[0].caption.startswith("masked-token loss")
 
 
+def test_a_language_model_sees_no_later_token_and_learns_all_tokens(tmp_path):
+    config = transformers.BertConfig(**SIZES, intermediate_size=16, pad_token_id=0)
+    config.save_pretrained(tmp_path)
+    model = build(tmp_path, "causal").eval()
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    tokens[1, 8:] = 5
+    first, other = model(tokens)
+    torch.testing.assert_close(first[:8], other[:8])
+    embedding = model.network.get_input_embeddings()
+    embedding(tokens).sum().backward()
+    assert embedding.weight.grad[0].tolist() == [24.0] * 16  # token 0 is the padding of the file
+    transformers.XLMConfig(emb_dim=16, n_layers=1, n_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="the network is not causal"):
+        build(tmp_path, "causal")
+
+
 def test_a_classifier_reads_padded_texts(gpt2):
     model = build(gpt2, "classifier", num_classes=4, task="classification")
     assert model(torch.randint(1, 96, (3, 16))).shape == (3, 4)

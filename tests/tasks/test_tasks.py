@@ -6,9 +6,11 @@ from torch import nn
 from torch.nn import functional
 
 from kfac_bench.core.capture import fisher
+from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.data.base.order import Shard, eval_indices
 from kfac_bench.errors import UsageError
 from kfac_bench.tasks.image_tasks import Classification, Reconstruction
+from kfac_bench.tasks.options import ClassificationConfig
 from kfac_bench.tasks.task import reached
 
 TASKS = [Classification(), Reconstruction()]
@@ -53,6 +55,13 @@ def test_accuracy_and_loss_are_exact():
     assert task.forward(nn.Identity(), batch)[0].item() == pytest.approx(sum(losses) / 3)
     assert task.metric == "accuracy"
     assert task.higher_is_better
+
+
+def test_one_class_is_refused():
+    images, labels = torch.zeros(3, 1, 2, 2), torch.zeros(3, dtype=torch.int64)
+    data = LabelledImages("imagefolder", (images, labels), (images, labels), num_classes=1)
+    with pytest.raises(UsageError, match="data=imagefolder has only one class"):
+        ClassificationConfig("classification").build(data)
 
 
 def test_smoothing_changes_the_training_loss_and_not_the_metric():

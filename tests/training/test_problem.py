@@ -340,6 +340,24 @@ def test_a_sweep_over_files_and_arguments(tmp_path, with_arguments, capsys):
     ]
 
 
+def test_annotations_of_the_file_stay_types(own):
+    file = own(("def network():", "def network(width: int = 8):"))
+    problem_file.run_named([f"problem={file}"])
+    assert problem_file.named(file).problem.model.__annotations__ == {"width": int}
+
+
+def test_two_files_with_modules_of_one_name_are_refused(tmp_path, own):
+    own()
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own_module_of_a_test.py").write_text(f"name = {folder!r}\n")
+        text = (tmp_path / "mine.py").read_text()
+        (tmp_path / folder / "same.py").write_text(f"import own_module_of_a_test\n{text}")
+    problem_file.run_named([f"problem={tmp_path / 'first/same.py'}"])
+    with pytest.raises(UsageError, match=r"the module own_module_of_a_test comes from .*first"):
+        problem_file.run_named([f"problem={tmp_path / 'second/same.py'}"])
+
+
 def test_a_fork_builds_the_problem_with_its_arguments(tmp_path, with_arguments):
     problem_file.run_named([f"problem={with_arguments}"])
     words = [f"problem={with_arguments}", "problem.width=4", *BASE, "kfac=none", "run_id=r"]
@@ -452,6 +470,8 @@ BAD = [
     ("nn.CrossEntropyLoss()", "lambda o, t: o.mean() / 0", r"the loss of the first batch is"),
     ("float().mean()", "float().mean() * np.nan", r"the metric `accuracy` of the .* is NaN"),
     ("float().mean()", "float()[:3]", r"the metric has the shape \[3\]"),
+    ("float().mean()", "float().sum()", r"the metric `accuracy` is a sum over the examples"),
+    ("metric=", "collate=lambda e: (torch.eye(len(e)), [0]), metric=", r"\[8, 8\], \[1\]\. The"),
     ("batch[1]).float", "batch[2]).float", r"mine.py:\d+: the metric fails on the first batch"),
     ("validation=Noisy(20)", "validation=[(torch.zeros(5), 0)]", r"must have the same shapes"),
     ("return x, i % 3", "return x[: i % 3], i % 3", r"8 examples of `train` do not make a batch"),

@@ -24,11 +24,11 @@ the masks are followed by int64 [n], the number of the volume that each image be
 
 
 def size(batch: Any) -> int:
-    """Return the number of examples, which may be 0."""
+    """Return the number of examples, which may be 0. Parts such as a number do not count."""
     if isinstance(batch, Tensor | list):
         return len(batch)
     parts = batch.values() if isinstance(batch, dict) else batch
-    return size(next(iter(parts)))
+    return next(size(part) for part in parts if isinstance(part, Tensor | list | tuple | dict))
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:

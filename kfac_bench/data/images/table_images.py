@@ -133,6 +133,11 @@ def _open(root: Path, options: TableOptions) -> tuple[TableImages, TableImages, 
         )
     parts = [tables.Columns(splits[name], (image, label)) for name in (train, evaluation) if name]
     values = [_values(part, label) for part in parts]
+    if len({isinstance(each[0], str) for each in values if each}) > 1:
+        raise UsageError(
+            f"{root}: labels of one split are strings, those of the other integers. Store the "
+            f"column {label} alike in both"
+        )
     names = tables.class_names(schema, label) or _sorted_classes(values[0], label, root)
     count = len(names) or min(max(values[0], default=0) + 1, MOST_CLASSES)
     labels = [_labels(*each, names, count) for each in zip(values, parts, strict=True)]

@@ -27,7 +27,7 @@ def test_parts_are_consecutive_and_of_equal_size(n, parts):
     assert torch.cat([x[2][0]["ids"] for x in made]).tolist() == examples(n)[2][0]["ids"].tolist()
 
 
-@pytest.mark.parametrize("first", [torch.zeros(3, 2), [1, 2, 3], {"a": torch.zeros(3)}])
+@pytest.mark.parametrize("first", [torch.zeros(3, 2), [1, 2, 3], {"n": 7, "a": torch.zeros(3)}])
 def test_the_first_element_determines_the_size(first):
     assert size((first, torch.zeros(3))) == 3
 

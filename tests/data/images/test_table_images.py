@@ -105,6 +105,7 @@ def with_labels(root, split, labels):
         ([0, None], [0], "train.parquet:row 1: the label is 'None'"),
         ([0.5, 1.0], [0], "the label is '0.5' (type double), but labels must be integers or"),
         ([], [0], "has no row for training"),
+        (["1", "2"], [1, 0], "labels of one split are strings, those of the other integers"),
     ],
 )
 def test_labels_out_of_range_are_refused(tmp_path, train, test, said):
