@@ -132,7 +132,8 @@ class EqualWork:
 def equal_work(settings: Sequence[Setting]) -> list[EqualWork]:
     """Return the metric of one task's settings after the time and after the steps that all have.
 
-    Empty if a run was never evaluated.
+    Empty if a run was never evaluated. A time or a number of steps is left out if a run was
+    evaluated only later: it began at a checkpoint of another run.
     """
     curves = [[score.points(run, metric=True) for run in s.runs] for s in settings]
     if not all(curve for runs in curves for curve in runs):
@@ -140,12 +141,11 @@ def equal_work(settings: Sequence[Setting]) -> list[EqualWork]:
     found = []
     for axis in (1, 0):
         limit = min(curve[-1][axis] for runs in curves for curve in runs)
-        values = [
-            statistics.median(  # a point begins with its step, so the largest is the last
-                max((p for p in curve if p[axis] <= limit), default=curve[0])[2] for curve in runs
-            )
-            for runs in curves
-        ]
+        early = [[[p for p in curve if p[axis] <= limit] for curve in runs] for runs in curves]
+        if not all(each for runs in early for each in runs):
+            continue
+        # A point begins with its step, so the largest is the last.
+        values = [statistics.median(max(each)[2] for each in runs) for runs in early]
         time = f"{limit:.3g} s" if limit < 60 else duration_text(limit)
         found.append(EqualWork(f"{time} of training" if axis else f"{limit:.0f} steps", values))
     return found

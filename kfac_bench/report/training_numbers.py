@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kfac_bench.output import duration_text, size_text
+from kfac_bench.record import score
+from kfac_bench.record.events import Resumed, Trained
 from kfac_bench.record.runs import Run, Setting, number, plain, target
-from kfac_bench.record.score import HUGE, final_metric, median_run
+from kfac_bench.record.score import HUGE, median_run
 from kfac_bench.record.sinks.panels import STAGES
 from kfac_bench.report.comparison import equal_work
 from kfac_bench.report.page_parts import HtmlCell, HtmlTable, cell
@@ -52,11 +54,17 @@ def _means_ms(setting: Setting) -> dict[str, float]:
     """Return the means over all steps of all runs, by part.
 
     The means of an event hold for the steps since the event before, so they weigh as many steps.
+    Steps before the start of a run from another run's checkpoint are not its own.
     """
     steps, total_s = 0.0, defaultdict[str, float](float)
     for run in setting.runs:
         before, before_s = 0.0, 0.0
-        for event in run.trained:
+        for event in run.events:
+            if isinstance(event, Resumed):
+                # The means of the next event hold since this start, not since the event before.
+                before, before_s = number(event.step), number(event.train_s)
+            if not isinstance(event, Trained):
+                continue
             step, train_s = number(event.step), number(event.train_s)
             here, here_s = step - before, train_s - before_s
             before, before_s = step, train_s
@@ -85,7 +93,7 @@ def numbers_table(settings: Sequence[Setting]) -> HtmlTable:
     rows = []
     for i, setting in enumerate(settings):
         values = [each.values[i] for each in works]
-        values += [_median(map(final_metric, setting.runs))] if final else []
+        values += [score.row(setting).final] if final else []
         step_ms = sum(_means_ms(setting).values())
         rows.append(
             [

@@ -7,11 +7,14 @@ from pathlib import Path
 
 from kfac_bench.errors import UsageError
 from kfac_bench.output import counted
+from kfac_bench.record.own_files import is_locked
 from kfac_bench.record.runs import find
 from kfac_bench.report import compare
 
 EVERY_S = 10
 """Seconds between two looks at the event files, and between two loads of the page in a browser."""
+SILENT_S = 600.0
+"""A run that no process holds counts as stopped after so many seconds without an event."""
 
 
 def watch(
@@ -22,7 +25,8 @@ def watch(
 ) -> None:
     """Write the page of the runs each time that an event file has changed, until all have ended.
 
-    A browser loads the page again by itself. Ctrl-C ends the watch, too. A killed run never ends.
+    A browser loads the page again by itself. Ctrl-C ends the watch, too. A run that was killed
+    counts as ended after ``SILENT_S`` seconds.
 
     Args:
         paths: Run directories, event files, or folders of runs, which may get more runs.
@@ -34,19 +38,36 @@ def watch(
         UsageError: As :func:`compare`.
     """
     seen: dict[Path, int] = {}
+    unended: list[Path] = []
     try:
         while True:
-            if (sizes := _sizes(paths)) != seen or not seen:
+            is_new = (sizes := _sizes(paths)) != seen or not seen
+            if is_new:
                 seen = sizes
                 settings = compare(paths, html_path, refresh_s=EVERY_S).settings
                 runs = [run for setting in settings for run in setting.runs]
-                left = sum(run.ended is None for run in runs)
-                if not left:
-                    return
+                unended = [run.path for run in runs if run.ended is None]
+            left = sum(map(_may_go_on, unended))
+            if not left:
+                for file in unended:
+                    say(f"{file.parent} counts as stopped: no process runs it, and it has no end")
+                return
+            if is_new:
                 say(f"{html_path}: {left} of {counted(len(runs), 'run')} not ended (Ctrl-C stops)")
             wait(EVERY_S)
     except KeyboardInterrupt:
         say("stopped: the page stays as it is")
+
+
+def _may_go_on(file: Path) -> bool:
+    """Return whether the run of an event file without an end may go on.
+
+    The lock of a run on another machine may be invisible here, so recent events count, too.
+    """
+    try:
+        return is_locked(file.parent) or time.time() - os.stat(file).st_mtime < SILENT_S
+    except (OSError, UsageError):
+        return False  # it was removed
 
 
 def _sizes(paths: Sequence[Path]) -> dict[Path, int]:

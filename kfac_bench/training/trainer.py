@@ -219,10 +219,12 @@ class Trainer:
     def _evaluate_and_save(self, *, evaluate: bool) -> str | None:
         """Evaluate if asked to, save if due, and return the status if the run ends here."""
         reached_target = self._evaluate() if evaluate else False
-        over = self.step >= self.length.max_steps or (evaluate and self._time_is_up())
+        time_is_up = evaluate and self._time_is_up()
+        over = self.step >= self.length.max_steps or time_is_up
         done = over and not self._owes_evaluation
         if reached_target or done or self._stopping or self._saving.is_due(self.step):
-            self.save()
+            # If the process is killed before its last event, the next start must end here, too.
+            self.save(evaluate_again=reached_target or time_is_up)
         if reached_target:
             return "reached"
         if done:
@@ -454,10 +456,13 @@ class Trainer:
         with self.clock.paused(), torch.no_grad():
             yield
 
-    def save(self) -> None:
+    def save(self, *, evaluate_again: bool = False) -> None:
         """Begin a checkpoint, at most once per step.
 
         The checkpoint is written while the next steps run. :meth:`_finish_saving` waits for it.
+
+        Args:
+            evaluate_again: Whether a start from this checkpoint evaluates before it trains.
 
         Raises:
             RunFailedError: The loss of the last step is not finite, or a weight is not finite.
@@ -469,7 +474,8 @@ class Trainer:
             if not self._state.is_finite():
                 raise RunFailedError(f"a weight is not finite after step {self.step}")
             self._share_buffers()
-            shard = self._state.shard(self._slowest_train_s(), self._owes_evaluation)
+            owes_evaluation = self._owes_evaluation or evaluate_again
+            shard = self._state.shard(self._slowest_train_s(), owes_evaluation)
             if self.ranks.is_main:
                 shard["data"] = self.fingerprint
             if self.log.record is not None:
@@ -497,6 +503,8 @@ class Trainer:
         Raises:
             ValueError: The checkpoint does not fit the run.
         """
-        train_s, self._owes_evaluation = self._state.load(saved)
+        train_s, owes_evaluation = self._state.load(saved)
+        # With resume=PATH it is an evaluation of another run.
+        self._owes_evaluation = owes_evaluation and saved.path.is_relative_to(self.directory)
         self.clock.set(train_s)
         self.step = self._saving.step = saved.step

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kfac_bench import report
-from kfac_bench.record.events import Trained
+from kfac_bench.record.events import Evaluated, Trained
 from kfac_bench.record.score import HUGE
 from kfac_bench.report.training_numbers import (
     condition_text,
@@ -32,6 +32,13 @@ def add(run: Path, step: int, train_s: float, **fields: object) -> None:
     with (run / "events.jsonl").open("a") as file:
         line = {"event": "Trained", **dataclasses.asdict(event), **fields}
         file.write(json.dumps(line) + "\n")
+
+
+def add_metric(run: Path, step: int, train_s: float, accuracy: float) -> None:
+    """Add an evaluation to a run's event file."""
+    event = Evaluated(step, train_s, 1.0, {"accuracy": accuracy})
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "Evaluated", **dataclasses.asdict(event)}) + "\n")
 
 
 def test_a_step_is_divided_into_the_optimizers_share_and_the_stages_of_kfac(folder: Path) -> None:
@@ -77,6 +84,12 @@ def test_steps_that_run_backwards_do_not_count(tmp_path: Path) -> None:
 def test_the_numbers_are_medians_at_equal_work_in_units_for_people(folder: Path) -> None:
     for seed, memory in enumerate((25_276_502_016, 3e9, 2e9)):
         add(folder / f"sgd{seed}", 40, 3000.0, peak_memory_bytes=memory)
+    # As in a real run, the slowest seed has an evaluation within 1 s: that of step 0.
+    slowest = folder / "sgd2" / "events.jsonl"
+    first, rest = slowest.read_text().split("\n", 1)
+    slowest.write_text(first + "\n")
+    add_metric(folder / "sgd2", 0, 0.0, 0.1)
+    slowest.write_text(slowest.read_text() + rest)
     table = numbers_table(report.compare([folder]).settings)
     assert table.columns == (
         "optimizer",
@@ -89,6 +102,33 @@ def test_the_numbers_are_medians_at_equal_work_in_units_for_people(folder: Path)
     sgd, kfac = ([cell.text for cell in row] for row in table.rows)
     assert sgd == ["SGD", "0.3100", "0.9300", "50 min 0 s", "1 min 15 s", "3.0 GB"]
     assert kfac == ["K-FAC + SGD", "0.9300", "0.9300", "1.0 s", "33.3 ms", "\u2013"]
+
+
+def test_a_start_from_another_run_counts_its_own_steps_alone(tmp_path: Path) -> None:
+    plain = write_run(tmp_path / "sgd", target=None, seconds=None)  # 30 steps in 4 s
+    run = write_run(tmp_path / "kfac", kfac=True, target=None, seconds=None)
+    first = (run / "events.jsonl").read_text().partition("\n")[0] + "\n"
+    resumed = {"event": "Resumed", "step": 30, "train_s": 4.0, "checkpoint": str(plain)}
+    (run / "events.jsonl").write_text(first + json.dumps(resumed) + "\n")
+    add(run, 40, 9.0, stage_mean_s={"Decompose": 0.4})
+    add_metric(run, 40, 9.0, 0.95)
+    found = report.compare([plain, run])
+    times = step_time(found.settings)
+    assert times is not None
+    assert dict(times.rows)["K-FAC + SGD"] == pytest.approx([100, 400])
+    # K-FAC has no value after the 4 s and the 30 steps of SGD.
+    table = numbers_table(found.settings)
+    assert table.columns[:2] == ("optimizer", "final accuracy")
+    assert [row[3].text for row in table.rows] == ["133 ms", "500 ms"]
+
+
+def test_a_seed_without_a_final_metric_counts_as_the_worst(tmp_path: Path) -> None:
+    for seed, last in enumerate((0.9, 0.8, math.nan)):
+        shares = (0.3, 0.6, last)
+        write_run(tmp_path / str(seed), seed=seed, shares=shares, target=None, seconds=None)
+    found = report.compare([tmp_path])
+    ((_, *cells),) = numbers_table(found.settings).rows
+    assert cells[2].text == "0.8000" == report.metric(found.rows[0].final)
 
 
 def test_without_a_target_the_page_has_no_empty_columns(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """kfac-bench compare --watch: the page follows runs that go on."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from kfac_bench import cli
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated
+from kfac_bench.record.own_files import locked
 from kfac_bench.report import watch as watching
 from kfac_bench.report.watch import EVERY_S, watch
 from tests.support.written_runs import write_run
@@ -85,6 +87,23 @@ def test_ctrl_c_ends_the_watch_and_leaves_a_page_that_stays(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "stopped: the page stays as it is"
     assert 'http-equiv="refresh"' not in page.read_text()
+
+
+def test_a_killed_run_counts_as_stopped_and_a_silent_one_that_a_process_holds_goes_on(
+    tmp_path: Path,
+) -> None:
+    killed, page = tmp_path / "runs" / "killed", tmp_path / "page.html"
+    silent, last = unended(tmp_path / "runs" / "silent", optimizer="adam")
+    for file in (unended(killed, seconds=None)[0], silent):
+        os.utime(file, (0, 0))
+    said: list[str] = []
+    with locked(silent.parent, 0.0, print):
+        watch([tmp_path], page, said.append, lambda _: append(silent, last))
+    assert said == [
+        f"{page}: 1 of 2 runs not ended (Ctrl-C stops)",
+        f"{killed} counts as stopped: no process runs it, and it has no end",
+    ]
+    assert "killed has not ended (last event at step 30)" in page.read_text()
 
 
 def test_runs_that_have_ended_are_not_watched(tmp_path: Path) -> None:

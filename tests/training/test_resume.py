@@ -11,9 +11,18 @@ import torch
 
 from kfac_bench import cli
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import DataChanged, Evaluated, Resumed, RunStarted, Trained
+from kfac_bench.record.events import (
+    DataChanged,
+    Evaluated,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    TargetReached,
+    Trained,
+)
 from kfac_bench.training import checkpoint
 from kfac_bench.training.checkpoint import MANIFEST
+from kfac_bench.training.trainer import Trainer
 from tests.support.distributed import run_ranks
 from tests.support.quick import slow
 from tests.support.runs import (
@@ -144,6 +153,31 @@ def test_a_damaged_checkpoint_costs_steps_not_the_run(tmp_path, capsys):
 
 
 # ---- resume=PATH ----
+
+
+@pytest.mark.parametrize("end_early", ["trainer.target=18", "trainer.max_train_s=1e-9"])
+def test_a_run_killed_after_its_last_evaluation_ends_at_the_same_step(
+    tmp_path, monkeypatch, end_early
+):
+    options = (*METHODS["adam"], "trainer.eval_freq=3", end_early, "run_id=r")
+    _, straight = train(tmp_path / "straight", *options)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_predict", kill)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(tmp_path, *options)
+    status, path = train(tmp_path, *options)
+    assert status == end(straight).status
+    for kind in (Evaluated, TargetReached, RunEnded):
+        assert steps_of(path, kind) == steps_of(straight, kind)
+
+
+def test_an_evaluation_that_another_run_owes_does_not_end_a_new_run_without_checkpoint(tmp_path):
+    options = (*METHODS["adam"], "trainer.max_steps=5")
+    with before_step(5, terminate):
+        _, first = train(tmp_path, *options, "run_id=first")
+    more = ("trainer.max_steps=10", "trainer.target=19", f"resume={first}", "run_id=second")
+    status, second = train(tmp_path, *options, *more)
+    assert (status, end(second).step, checkpoint.find(second)[0].step) == ("reached", 10, 10)
 
 
 def test_resume_starts_from_another_run(tmp_path):

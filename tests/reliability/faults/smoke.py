@@ -148,7 +148,7 @@ def _train(scratch: str, options: list[str], saving: bool) -> None:
     from kfac_bench.training.trainer import Trainer
 
     if not saving:
-        Trainer.save = lambda self: None  # type: ignore[method-assign]
+        Trainer.save = lambda self, **_: None  # type: ignore[method-assign]
     config = compose.load([*options, f"runs_dir={scratch}"])
     with distributed.join(config.backend, config.trainer.device) as backend:
         wall, cpu = time.perf_counter(), time.process_time()
