@@ -8,6 +8,8 @@
 noticed=
 trap 'noticed=1' USR1 TERM
 
+# With this variable cd prints the folder, and may choose another one.
+unset CDPATH
 folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 [ ! -x "$folder/../.venv/bin/python" ] || PATH=$(cd "$folder/../.venv/bin" && pwd):$PATH
 [ ! -r "$folder/site.sh" ] || source "$folder/site.sh"

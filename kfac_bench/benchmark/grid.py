@@ -13,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -273,9 +274,15 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
 def train(cell: Cell) -> tuple[int, str]:
     """Train on this machine; return the exit code and the line that names the error."""
     if cell.ranks > 1:
-        return local_runs.run_command(cell.command())
-    code, line = local_runs.train_forked([*cell.overrides, f"run_id={cell.path().name}"])
-    return code, f"kfac-train: {line} (exit code {code})"
+        code, line = local_runs.run_command(cell.command())
+    else:
+        code, line = local_runs.train_forked([*cell.overrides, f"run_id={cell.path().name}"])
+        line = f"kfac-train: {line} (exit code {code})"
+    if code not in run_end.INTERRUPTED and (state := os.environ.get("KFAC_STATE_FILE")):
+        # In a job of Slurm the command goes on. slurm/common.sh would take this run for the job.
+        with suppress(OSError):
+            Path(state).unlink()
+    return code, line
 
 
 def bare(line: str) -> str:

@@ -40,6 +40,8 @@ PublishedValue = float | tuple[float, float]
 PublishedByPoint = dict[PointKey, tuple[PublishedValue, str]]
 """Published numbers of a quantity with their sources. A key has the axes that the paper names."""
 LEAST = "least"
+HOW = ("less", "percent", "ratio", "difference")
+"""Ways to compare two points; see :attr:`.schema.Quantity.how`."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """One row of the suite: it runs its cells and reads their results from their files."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -10,12 +10,16 @@ from kfac_bench.benchmark import computed, grid, run_end, schema
 from kfac_bench.benchmark.catalog import CLAIMS, ORDER
 from kfac_bench.benchmark.computed import ComputedCell
 from kfac_bench.benchmark.grid import Cell, TimeIsUp, WorkSession
-from kfac_bench.benchmark.measures import load_phases
-from kfac_bench.benchmark.result import CellRuns, Line, key_of, lines
-from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
+from kfac_bench.benchmark.measures import MEASURES, exists, load_phases
+from kfac_bench.benchmark.result import HOW, LEAST, CellRuns, Line, axes_of, key_of, lines
+from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Check
+from kfac_bench.config.option_table import did_you_mean
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE
 from kfac_bench.record.runs import Run, load, was_computed
+
+GridAxes = Mapping[str, Sequence[str]]
+"""Axis to its values."""
 
 
 class AttemptState(Enum):
@@ -99,6 +103,7 @@ def row(
     benchmark = schema.load(name)
     if not benchmark.overrides and not benchmark.computed:
         raise UsageError(f"{name} has no cells: it belongs to kfac-bench try FILE")
+    check(benchmark, name)
     label, sized = schema.profile_of(benchmark, profile)
     folder = runs_dir or f"runs/{schema.stem(name)}"
     cells = grid.cells(benchmark, folder, seeds, profile, overrides)
@@ -119,6 +124,39 @@ def row(
         [cell.label for cell in chosen if not schema.may_run(benchmark, cell.point)],
         is_part=len(chosen) < len(cells) or has_fewer_seeds,
     )
+
+
+def check(benchmark: Benchmark, name: str) -> None:
+    """Raise :class:`UsageError` for a quantity or a claim that would have no or a wrong number."""
+    axes, above = axes_of(benchmark), list[str]()
+    for quantity, each in benchmark.quantities.items():
+        where = f"{name}: quantities: {quantity}"
+        if each.of and each.of not in above:
+            raise UsageError(f"{where}: of: {each.of} is no quantity above this one")
+        if each.of and each.how not in HOW:
+            raise UsageError(f"{where}: how: {each.how!r}: choose one of {', '.join(HOW)}")
+        if not each.of and not exists(each.measure):
+            hint = did_you_mean(each.measure, MEASURES)
+            raise UsageError(f"{where}: measure: {each.measure!r} is no measure{hint}")
+        for axis, value in (*each.against.items(), *each.level_of.items()):
+            if value not in (*axes.get(axis, ()), LEAST):
+                raise UsageError(f"{where}: {axis}: {value}: no axis has this value")
+        above.append(quantity)
+    for claim in benchmark.claims:
+        where = f"{name}: claims: {claim.name or claim.text}"
+        if not claim.checks and not claim.not_testable:
+            raise UsageError(f"{where}: needs checks:, or the reason in not_testable:")
+        for each_check in claim.checks:
+            _check_check(each_check, above, axes, where)
+
+
+def _check_check(each: Check, quantities: Sequence[str], axes: GridAxes, where: str) -> None:
+    if each.quantity not in quantities:
+        raise UsageError(f"{where}: {each.quantity} is no quantity")
+    if each.at_most is None and each.at_least is None:
+        raise UsageError(f"{where}: {each.quantity}: needs at_most: or at_least:")
+    if any(value not in axes.get(axis, ()) for axis, value in each.at.items()):
+        raise UsageError(f"{where}: {each.quantity}: at: no cell has {each.at}")
 
 
 def run(

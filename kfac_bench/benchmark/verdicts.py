@@ -239,10 +239,11 @@ def _state(check: Check, line: Line | None, seeds: int) -> CheckState:
 
 
 def _has_few_seeds(line: Line, measured: Measured | None) -> bool:
-    # The t interval of a difference knows the number of its seeds.
-    if measured is None or (line.is_difference and math.isfinite(measured.value)):
+    if measured is None:
         return False
-    return measured.seeds < FEWEST_SEEDS
+    # The t interval of a mean knows the number of its seeds, but one seed has no interval.
+    is_mean = line.is_difference and not measured.missed
+    return measured.seeds < (2 if is_mean else FEWEST_SEEDS)
 
 
 def _what_ran(check: Check) -> str:

@@ -158,9 +158,22 @@ class Parser(argparse.ArgumentParser):
         # The intermixed form calls this method again.
         self._is_intermixed = True
         try:
-            return self.parse_known_intermixed_args(args, namespace)
+            words = self._with_values(sys.argv[1:] if args is None else args)
+            return self.parse_known_intermixed_args(words, namespace)
         finally:
             self._is_intermixed = False
+
+    def _with_values(self, words: Sequence[str]) -> list[str]:
+        """Return ``--sbatch=--gpus=4`` for ``--sbatch --gpus=4``: argparse takes no such value."""
+        known, joined = self._option_string_actions, [""]
+        for word in words:
+            action = known.get(joined[-1]) if joined[-1].startswith("--") else None
+            is_option = word == "--" or word.partition("=")[0] in known
+            if action is not None and action.nargs is None and word[:1] == "-" and not is_option:
+                joined[-1] += f"={word}"
+            else:
+                joined.append(word)
+        return joined[1:]
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError` instead of printing the usage and ending the process."""

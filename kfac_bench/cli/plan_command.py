@@ -71,8 +71,8 @@ def simulate_parser() -> Parser:
         (
             "strategies",
             "",
-            "strategies with commas, such as sgd,hybrid_opt@1/4 (its fraction); default: all, or "
-            "those of the paper's code for hardware that runs it",
+            "strategies with commas, such as sgd,hybrid_opt@1/4 (its fraction); default: all that "
+            "the method allows, or those of the paper's code for hardware that runs it",
         ),
         ("per-rank-batch", "32", "examples of one rank in a step"),
         (

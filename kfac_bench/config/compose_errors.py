@@ -141,7 +141,7 @@ def _unknown_option(failure: _Failure) -> str | None:
 
 def _wrong_type(failure: _Failure) -> str | None:
     found = re.search(
-        r"Value '(.*?)'.* (?:could not be converted to|is not a valid) (\w+)",
+        r"Value '(.*?)'(?: of type '\w+')? (?:could not be converted to|is not a valid) (\w+)",
         failure.detail,
         re.DOTALL,
     )
@@ -185,9 +185,12 @@ def _no_override(failure: _Failure) -> str | None:
     given = next((o for o in failure.overrides if not _is_override(o)), None)
     given = " ".join(failure.overrides) if given is None else given
     name, equals, value = given.partition("=")
-    if not equals or not name.strip() or not value.strip():
+    if not equals or not value.strip() or not _is_override(f"{name}={quoted(value)}"):
         return f"{given!r} is not an override: write option=value"
-    return f"{given!r} is not an override: Hydra cannot read the value. {_as_text(given)}"
+    hint = _as_text(given)
+    if value.startswith("~/"):  # a shell replaces ~ only where a word begins
+        hint = f"Write {name}=$HOME{value[1:]}"
+    return f"{given!r} is not an override: Hydra cannot read the value. {hint}"
 
 
 def _is_override(word: str) -> bool:
@@ -233,6 +236,13 @@ def _several_values(failure: _Failure) -> str | None:
     return f"{line}. {_as_text(found[1])}" if found and is_path else line
 
 
+def _interval(failure: _Failure) -> str | None:
+    if "Can only enumerate" not in failure.text:
+        return None
+    words = " ".join(failure.overrides)
+    return f"{words}: this names no single values. List them, as in kfac.damping=0.01,0.1"
+
+
 def _no_name(failure: _Failure) -> str | None:
     if not isinstance(failure.error, ValueError) or "Config group override" not in failure.text:
         return None
@@ -261,6 +271,7 @@ _DESCRIPTIONS: tuple[Callable[[_Failure], str | None], ...] = (
     _no_override,
     _unknown_group,
     _several_values,
+    _interval,
     _no_name,
     _other,
 )

@@ -275,7 +275,8 @@ def what_to_choose(word: str, choices: Sequence[str]) -> str:
         return f"; did you mean {in_folders[0]}?"
     if len(choices) <= 40:
         known = ", ".join(choices) or "none: the folder is empty"
-        return f"{did_you_mean(word, choices)}; choose one of {known}"
+        meant = did_you_mean(word, choices)
+        return f"{meant} Choose one of {known}" if meant else f"; choose one of {known}"
     like = [name for name in choices if word in name] or difflib.get_close_matches(word, choices, 5)
     meant = f"; did you mean {', '.join(like[:5])}?" if like else ""
     return f"{meant or ';'} kfac-train --help lists all {len(choices)}"

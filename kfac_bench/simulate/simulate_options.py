@@ -8,6 +8,7 @@ from pathlib import Path
 from kfac_bench.config import TrainConfig, compose
 from kfac_bench.config.command_options import real_number, whole_number
 from kfac_bench.config.groups import TABLES
+from kfac_bench.core.planning.plan import IDENTITY
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, simulation_figure, simulation_report, workload
 from kfac_bench.simulate.hardware import Hardware
@@ -122,7 +123,9 @@ def _best(cells: Sequence[SimulatedCell]) -> list[str]:
 def _request(options: argparse.Namespace) -> SimulationRequest:
     machine = _machine(options)
     config = _config(options, machine)
-    strategies = options.strategies or _STRATEGIES.get(machine.conduct, _ALL_STRATEGIES)
+    # EKFAC needs all eigenvectors on all ranks, which most strategies do not give.
+    usual = _STRATEGIES.get(machine.conduct, _ALL_STRATEGIES)
+    strategies = options.strategies or ("sgd,comm_opt" if config.kfac.method == "ekfac" else usual)
     variants = [variant(text) for text in strategies.split(",")]
     sizes = options.world_size.split(",")
     world_sizes = [whole_number("--world-size", text, _MOST_RANKS) for text in sizes]
@@ -169,6 +172,11 @@ def _config(options: argparse.Namespace, machine: Hardware) -> TrainConfig:
         defaults += [] if usual_data is None else [f"data={usual_data}"]
     config = compose.load([*defaults, *overrides, f"trainer.batch_size={batch}"], config_dir)
     machine.check_precision(config.trainer.precision)
+    if config.kfac.method == IDENTITY:
+        raise UsageError(
+            "kfac.method=identity has no factors, so its step is that of SGD: simulate "
+            "--strategies sgd, without kfac.method"
+        )
     if config.kfac.fisher != "empirical" or config.kfac.adaptive_damping:
         raise UsageError(
             "the simulation knows only kfac.fisher=empirical with a fixed kfac.damping: "

@@ -190,7 +190,7 @@ def plan_of(
             batch_numel=batch_numel,
         )
     except ValueError as error:
-        raise UsageError(f"{world_size} ranks: {error}") from None
+        raise UsageError(f"{each.label} on {world_size} ranks: {error}") from None
 
 
 def efficiency(

@@ -150,7 +150,8 @@ def build_kfac(
     try:
         return KFAC(model, optimizer, collective=collective, **keywords)
     except (ValueError, PlansDifferError) as error:
-        raise UsageError(f"kfac: {error}") from None
+        in_one_line = str(error).replace("\n ", ";")  # it may list the skipped modules
+        raise UsageError(f"kfac: {in_one_line}") from None
 
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

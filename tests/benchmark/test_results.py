@@ -22,6 +22,7 @@ from kfac_bench.benchmark.result import CellRuns, Measured, _beside, key_of, lin
 from kfac_bench.benchmark.schema import (
     Benchmark,
     BenchmarkProfile,
+    Check,
     Claim,
     Computed,
     FigureSpec,
@@ -120,6 +121,29 @@ def results(row):
         (line.quantity, line.point.get("optimizer", ""), line.point.get("batch", "")): line
         for line in suite.results(row, found)
     }
+
+
+@pytest.mark.parametrize(
+    ("quantity", "check", "fragment"),
+    [
+        ({"measure": "finall"}, {}, "'finall' is no measure; did you mean final?"),
+        ({"of": "acc", "how": "ratio"}, {}, "of: acc is no quantity above this one"),
+        ({"of": "accuracy", "how": "diference"}, {}, "how: 'diference': choose one of less"),
+        ({"of": "accuracy"}, {}, "how: '': choose one of"),
+        ({"of": "accuracy", "how": "less", "against": {"optimizer": "sgd"}}, {}, "optimizer: sgd"),
+        ({}, None, "needs checks:"),
+        ({}, {"quantity": "acc", "at_least": 1}, "acc is no quantity"),
+        ({}, {"at": {"optimizer": "Adam"}, "at_least": 1}, "at: no cell has"),
+        ({}, {}, "needs at_most: or at_least:"),
+    ],
+)
+def test_a_file_whose_numbers_would_be_wrong_is_refused(quantity, check, fragment):
+    """Otherwise a wrong ``how:`` shows a ratio, and a claim without a limit is supported."""
+    quantities = {"accuracy": Quantity("final"), "x": Quantity(**{"measure": "final"} | quantity)}
+    checks = [] if check is None else [Check(**{"quantity": "x"} | check)]
+    row = replace(ROW, quantities=quantities, claims=[Claim("Yes.", checks)])
+    with pytest.raises(UsageError, match=re.escape(fragment)):
+        suite.check(row, "mine.yaml")
 
 
 def test_lines_have_medians_intervals_and_misses(row):

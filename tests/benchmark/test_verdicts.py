@@ -71,6 +71,11 @@ def test_a_median_of_few_seeds_decides_nothing_but_a_mean_does(value):
     assert judge(Claim("As good.", [AS_GOOD]), [mean], 3).verdict is Verdict.SUPPORTED
     missed = measured(AS_GOOD, -math.inf, -math.inf, -math.inf, seeds=3, missed=3)
     assert judge(Claim("As good.", [AS_GOOD]), [missed], 3).verdict is Verdict.NOT_DECIDED
+    # With a miss the number is a median, and one seed has no interval.
+    one_missed = measured(AS_GOOD, -2.0, -math.inf, -1.0, seeds=3, missed=1)
+    assert judge(Claim("As good.", [AS_GOOD]), [one_missed], 3).verdict is Verdict.NOT_DECIDED
+    one = measured(AS_GOOD, 0.1, 0.1, 0.1, seeds=1)
+    assert judge(Claim("As good.", [AS_GOOD]), [one], 1).verdict is Verdict.NOT_DECIDED
 
 
 def test_both_numbers_stand_beside_their_difference():

@@ -17,7 +17,7 @@ import yaml
 
 import kfac_bench
 from kfac_bench import cli
-from kfac_bench.cli import entry, sweep, train_command
+from kfac_bench.cli import bench_command, entry, sweep, train_command
 from kfac_bench.cli.entry import exit_with
 from kfac_bench.config import compose
 from kfac_bench.errors import LostRanksError, OneRankError, UsageError
@@ -93,6 +93,16 @@ def test_every_command_has_a_version(main, words, capsys):
         main([*words, "--version"])
     assert stop.value.code == 0
     assert capsys.readouterr() == (f"{kfac_bench.__version__}\n", "")
+
+
+def test_the_value_of_an_option_may_begin_with_dashes():
+    def parsed(*words):
+        return bench_command.build_parser().parse_args(["run", "demo", *words])
+
+    assert parsed("--sbatch", "--gpus=4", "--retry").sbatch == "--gpus=4"
+    assert parsed("--sbatch=--gpus=4").sbatch == parsed("--sbatch", "--gpus=4").sbatch
+    with pytest.raises(UsageError, match="--sbatch: expected one argument"):
+        parsed("--sbatch", "--retry")
 
 
 @pytest.mark.parametrize("main", [cli.train, cli.plan])
@@ -197,7 +207,7 @@ def test_a_closed_pipe_is_no_error(command, script, arguments):
     [
         (["kfac.dampign=1"], "did you mean kfac.damping?"),
         (["kfac.update_freq=-3"], "must be at least 1"),
-        (["model=resnet51"], "choose one of autoencoder"),
+        (["model=resnet51"], "Choose one of autoencoder"),
         (["--cfg", "all"], "--cfg"),
         (["--layers"], "add dry_run=true"),
         (["--no-such-flag"], "--no-such-flag"),
@@ -569,6 +579,7 @@ def test_a_sweep_leaves_no_stray_files(swept):
         (["logger.id=x", "seed=0,1"], "a sweep of 2 runs needs a W&B run for each. Unset it"),
         (["run_id=x", "seed=0,1"], "run_id=x: a sweep of 2 runs needs a directory for each"),
         (["seed=range(0,5000)"], "a sweep of 5000 runs: at most 1000"),
+        (["kfac.damping=interval(0,1)"], "this names no single values. List them"),
     ],
 )
 def test_bad_input_to_a_sweep_is_one_line(command, tmp_path, overrides, fragment):

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kfac_bench.benchmark import slurm_jobs
+from kfac_bench.benchmark import grid, local_runs, slurm_jobs
+from kfac_bench.benchmark.grid import Cell
 from kfac_bench.distributed import slurm_rank
 from kfac_bench.distributed.backend import find_device
 from kfac_bench.errors import OneRankError, UsageError
@@ -219,6 +220,28 @@ def test_the_state_file_of_the_batch_script_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("KFAC_STATE_FILE", "/nowhere/job.state")
     RunDirectory(config_of(tmp_path, "run_id=r")).note_state("running", 3)  # no error
     assert (path / "state").read_text() == f"running 3 {path}\n"
+
+
+def test_the_state_of_one_run_is_not_that_of_a_job_with_several(tmp_path, monkeypatch):
+    """Otherwise a study that fails, or gets a notice between two runs, ends as if it were done."""
+    state = tmp_path / "job.state"
+    monkeypatch.setenv("KFAC_STATE_FILE", str(state))
+    cell = Cell("a", (), folder=tmp_path / "a")
+    for code, is_kept in ((0, False), (1, False), (128 + signal.SIGUSR1, True)):
+        state.write_text("finished 2 a\n")
+        monkeypatch.setattr(local_runs, "train_forked", lambda words, code=code: (code, "done"))
+        assert grid.train(cell) == (code, f"kfac-train: done (exit code {code})")
+        assert state.exists() is is_kept
+
+
+def test_batch_scripts_find_their_folder_with_cdpath_set():
+    script = 'source slurm/common.sh; echo "$folder"'
+    environ = {"SLURM_JOB_NAME": "a", "SLURM_JOB_ID": "7", "CDPATH": ".:/"}
+    root = Path(__file__).parents[2]
+    found = subprocess.check_output(
+        ["bash", "-c", script], env=os.environ | environ, text=True, cwd=root
+    )
+    assert found == f"{root / 'slurm'}\n"
 
 
 def test_a_requeued_job_takes_another_port():

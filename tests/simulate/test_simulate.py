@@ -470,6 +470,13 @@ def test_the_output_names_what_was_never_validated(capsys):
     assert "not validated: comm_opt. In the nearest validated case, longhorn_v100, K-FAC's" in text
 
 
+def test_without_strategies_those_of_the_method_are_simulated(capsys):
+    code, text, error = simulate_here(capsys, *SMALL, "--world-size=2", "kfac.method=ekfac")
+    assert (code, error) == (0, "")
+    assert "comm_opt" in text
+    assert "mem_opt" not in text
+
+
 def test_out_dash_prints_json_alone(capsys):
     code, text, _ = simulate_here(capsys, *SMALL, "--world-size=2", "--strategies=sgd", "--out=-")
     assert code == 0
@@ -498,6 +505,7 @@ def test_help_prints_the_usage(capsys):
         (["--strategies=hybrid_opt@1e400"], "write the fraction as 1/4"),
         (["--strategies=hybrid_opt@2"], "must be in (0, 1]"),
         (["--world-size=4", "--strategies=hybrid_opt@3/4"], "do not divide the ranks"),
+        (["--world-size=5"], "hybrid_opt on 5 ranks: grad_worker_fraction=0.5 of 5 ranks is 2"),
         (["trainer.batch_size=8"], "set --per-rank-batch"),
         (["--per-rank-batch=-1"], "--per-rank-batch -1"),
         (["--epochs=soon"], "--epochs soon: expected a number above 0"),
@@ -507,6 +515,7 @@ def test_help_prints_the_usage(capsys):
         (["kfac.grad_worker_fraction=0.5"], "kfac.grad_worker_fraction=0.5: set --strategies"),
         (["kfac.fisher=mc"], "kfac.fisher=empirical"),
         (["kfac.adaptive_damping=true"], "a fixed kfac.damping"),
+        (["kfac.method=identity"], "kfac.method=identity has no factors"),
         (["experiment=digits/autoencoder_adam"], "K-FAC covers no layer"),
         (["model=resnet5O"], "did you mean"),
         (["per_rank_batch=8"], "per_rank_batch=8: write --per-rank-batch 8"),
