@@ -29,6 +29,7 @@ from kfac_bench.core.damping import adaptive
 from kfac_bench.core.distributed.collective import Collective, default_collective
 from kfac_bench.core.distributed.deepspeed_zero import takes_gradient
 from kfac_bench.core.eigen_adam_optimizer import Coverage, find_eigen_adam
+from kfac_bench.core.kernels.gram import without_autocast
 from kfac_bench.core.kfac_options import (
     OPTIONS,
     KFACOptions,
@@ -110,7 +111,8 @@ class KFAC:
         layer_types: Classes for module types of your own; see :mod:`kfac_bench.core.layers.base`.
         collective: The communication backend. By default it is torch.distributed or Horovod if
             one of them is initialized, else this process alone. It spans the ranks that hold the
-            layers of ``model``: all ranks, or in a pipeline the ranks of one stage.
+            layers of ``model``: all ranks, or in a pipeline the ranks of one stage. If you pass a
+            DistributedDataParallel with a group of its own, the default spans this group.
         model_parallel: A backend over the ranks that hold the *other* layers of the model, one
             per pipeline stage. The limits of the step then sum over all layers. Every stage
             must pass it and must cover at least one layer.
@@ -154,7 +156,7 @@ class KFAC:
         check_names("KFAC", OPTIONS, options)
         self._options = defaults() | with_preset(options, preset)
         self.fisher, self.background = self._options["fisher"], self._options["background"]
-        self.collective = collective or default_collective()
+        self.collective = collective or default_collective(model)
         self._optimizer, self._others, self._layer_types = optimizer, model_parallel, layer_types
         self._attachment: Attachment | None = None
         self.steps = 0
@@ -317,13 +319,14 @@ class KFAC:
         if self._first_steps is not None:
             self._watch(self._first_steps)
             return
-        self._stepper.run(
-            self.steps,
-            self._capture,
-            loss_scale,
-            track_cosine=self.track_cosine,
-            time_stages=self.time_stages,
-        )
+        with without_autocast(self._layers[0].weight):
+            self._stepper.run(
+                self.steps,
+                self._capture,
+                loss_scale,
+                track_cosine=self.track_cosine,
+                time_stages=self.time_stages,
+            )
         self.steps += 1
         self._capture.has_forward = False
         if self._coverage is not None and self._coverage.state is not None:

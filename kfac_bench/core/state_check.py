@@ -44,7 +44,7 @@ def check(
     if unknown:
         raise ValueError(
             f"K-FAC state has layers this model lacks: {unknown[:3]}; "
-            "load the state of the same model"
+            "load the state of the same model, with the same frozen layers"
         )
     for name, layer in run.layers.items():
         entries = merged.get(name, {})
@@ -86,7 +86,8 @@ def _check_factor(
     if saved is None and (is_needed or entry):
         raise ValueError(
             f"K-FAC state of {spec.name}: expected a {list(shape)} {factor}, found nothing; "
-            "pass the state of every rank that saved one, and the same model and block_size"
+            "pass the state of every rank that saved one, and use the same frozen layers, "
+            "the same model and block_size"
         )
     if saved is not None:
         _check_tensor(spec.name, factor, saved, shape)

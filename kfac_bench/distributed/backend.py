@@ -93,6 +93,16 @@ class Backend:
         optimizer.load_state_dict(shards[0]["optimizer"])
 
 
+def refuse_scalars(model: nn.Module, backend: str) -> None:
+    """Raise :class:`UsageError` if a parameter has no dimension: such a backend divides tensors."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise UsageError(
+                f"backend={backend} cannot divide the parameter {name}, which has no dimension. "
+                "Make it a tensor of one element, or use backend=ddp"
+            )
+
+
 def find_device(name: str, local_rank: int) -> torch.device:
     """Return this process's device.
 

@@ -140,4 +140,7 @@ class Ranks:
         """Copy rank 0's buffers to all ranks: batch-norm statistics drift between ranks."""
         if self.world_size > 1:
             for buffer in model.buffers():
-                self.collective.broadcast(buffer, 0, self._all, "ranks/buffer").wait()
+                content = buffer.contiguous()  # gloo reads past the gaps of another layout
+                self.collective.broadcast(content, 0, self._all, "ranks/buffer").wait()
+                if content is not buffer:
+                    buffer.copy_(content)

@@ -24,6 +24,20 @@ class Muon(Optimizer):
     def __init__(self, params: Iterable[dict[str, Any]]) -> None:
         super().__init__(params, {"step": 0})
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, which needs all options of the groups of its kind.
+
+        Raises:
+            ValueError: The group lacks options.
+        """
+        if "use_muon" not in param_group:
+            raise ValueError(
+                "a group of muon() needs use_muon and all options of such a group: copy one of "
+                "optimizer.param_groups and change its params, for example "
+                '{**optimizer.param_groups[0], "params": params, "step": 0}'
+            )
+        super().add_param_group(param_group)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; return what the closure returns."""
@@ -85,7 +99,7 @@ def muon(
     adam_lr: float = 3e-4,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-10,
-    params: Iterable[dict[str, Any]] | None = None,
+    params: Iterable[Any] | None = None,
 ) -> Muon:
     """Return an optimizer of the whole model: Muon for hidden weights, Adam for the rest.
 
@@ -103,8 +117,8 @@ def muon(
         adam_lr: The learning rate of Adam.
         betas: Adam's decay of the running means of the gradient and of its square.
         eps: Adam's, added to the root of the second moment.
-        params: Parameter groups, which may have their own ``weight_decay`` but no other options; by
-            default all trained parameters of the model are one group.
+        params: Parameters or parameter groups. Groups may have their own ``weight_decay`` but no
+            other options. By default all trained parameters of the model are one group.
 
     Returns:
         The optimizer. It needs no package but torch.
@@ -115,10 +129,13 @@ def muon(
     """
     check_is_model(model, "muon(model)")
     if params is None:
-        params = [{"params": [p for p in model.parameters() if p.requires_grad]}]
+        params = (p for p in model.parameters() if p.requires_grad)
+    groups = [*params]
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
     for_adam = _embeddings_and_last_layer(model)
     split: list[dict[str, Any]] = []
-    for group in params:
+    for group in groups:
         if other := group.keys() - {"params", "weight_decay"}:
             raise ValueError(
                 f"muon(): a group has the options {sorted(other)}, which would be ignored. A group "

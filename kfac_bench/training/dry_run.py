@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_bench.config import TrainConfig
-from kfac_bench.core.capture.safe_hooks import context_hooks
+from kfac_bench.core.capture.safe_hooks import forward_contexts
 from kfac_bench.core.distributed.collective import SingleProcess
 from kfac_bench.core.layer_plan import Report
 from kfac_bench.core.layers.base import Call, Layer
@@ -180,7 +180,7 @@ def _step(model: nn.Module, forward_pass: Callable[[], Any], layers: Sequence[La
         for module in layer.modules
     ]
     # Forward hooks run in order, so the hooks that leave a context come last.
-    handles += context_hooks(layers, lambda: True)
+    contexts = [*forward_contexts(layers, lambda: True)]
     with FlopCounterMode(display=False) as forward:
         made = forward_pass()
         outputs = made if isinstance(made, tuple) else (made,)
@@ -193,5 +193,7 @@ def _step(model: nn.Module, forward_pass: Callable[[], Any], layers: Sequence[La
         total.backward()
     for handle in handles:
         handle.remove()
+    for context in contexts:
+        context.remove()
     counts = [float(c.get_total_flops()) for c in (forward, backward, to_layers)]
     return _Step(counts[0], counts[1], counts[2], outputs[0].shape, samples, rows)

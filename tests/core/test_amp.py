@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kfac_bench.core import KFAC
+from kfac_bench.core import KFAC, eigen_adam
 
 TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.01}
 """Of a factor's largest element: a few roundings of 2^-8 and 2^-11."""
@@ -90,6 +90,33 @@ def test_factors_are_float32_and_close_to_those_of_float32(dtype, method):
         assert p.grad.dtype == torch.float32
         scale = max(float(grad.abs().max()), 1e-4)  # the key's bias has none but rounding
         assert float((p.grad - grad).abs().max()) <= 10 * TOLERANCE[dtype] * scale
+
+
+@pytest.mark.parametrize("method", ["inverse", "ekfac", "eigen_adam"])
+def test_backward_and_the_optimizers_step_may_run_under_autocast(method):
+    class Twice(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[0](self[0](x).tanh()).tanh())
+
+    results = []
+    for is_inside in (False, True):
+        torch.manual_seed(0)
+        model = Twice(nn.Linear(8, 8), nn.Linear(8, 3))
+        if method == "eigen_adam":
+            optimizer = eigen_adam(model, kfac={"update_freq": 1, "factor_update_freq": 1})
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            KFAC(model, optimizer, method=method, update_freq=1, factor_update_freq=1).attach()
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(6, 8)).float().square().mean()
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
+                loss.backward()
+                optimizer.step()
+        results.append([*model.parameters()])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("make", [nn.Linear, nn.LSTM])

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from tests.support.training import (
     one_process,
     optimizer_of,
     tiny_model,
+    train_step,
 )
 
 pytestmark = pytest.mark.ranks
@@ -137,6 +140,66 @@ def groups_on_rank():
 
 def test_a_collective_over_a_group_counts_its_own_ranks():
     assert run_ranks(4, groups_on_rank) == [(0, 2, None), (0, 3, None), (1, 2, 2), (1, 3, 4)]
+
+
+def outside_on_rank():
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="rank 1 is not in the process group of K-FAC: build"):
+            TorchCollective(group)
+
+
+def test_a_rank_outside_of_the_group_is_refused():
+    run_ranks(2, outside_on_rank)
+
+
+def new_groups_on_rank(overlap):
+    """Return the timeouts in seconds of the groups that two KFACs make, one after the other."""
+    parent = dist.new_group(timeout=timedelta(seconds=77))
+    model, made = tiny_model(), []
+    for _ in range(2):
+        with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new:
+            kfac = make_kfac(
+                model,
+                optimizer_of(model, {}),
+                {"strategy": "hybrid_opt", "overlap": overlap},
+                collective=TorchCollective(parent),
+            )
+        made.append([call.kwargs["timeout"].total_seconds() for call in new.call_args_list])
+        kfac.detach()
+    return made
+
+
+def test_a_second_kfac_uses_the_groups_of_the_first_one():
+    first, second = run_ranks(4, new_groups_on_rank, False)[0]
+    assert first == [77] * 4  # two columns and two rows of ranks
+    assert second == []
+
+
+def test_groups_for_overlap_are_not_shared():
+    first, second = run_ranks(4, new_groups_on_rank, True)[0]
+    assert first == second == [77] * 5
+
+
+def two_models_on_rank():
+    """Ranks 0 and 1 train a model, ranks 2 and 3 another one; DDP knows the groups."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank, number = dist.get_rank() % 2, dist.get_rank() // 2
+    model = DistributedDataParallel(tiny_model(), process_group=groups[number])
+    alone, optimizers = tiny_model(), []
+    for each, collective in ((model, None), (alone, SingleProcess())):
+        optimizer = optimizer_of(each, {})
+        kfac = make_kfac(each, optimizer, {"strategy": "mem_opt"}, collective=collective)
+        optimizers.append((optimizer, kfac))
+    for step in range(2):
+        x, y = batch(10 * number + step)
+        train_step(alone, *reversed(optimizers[1]), x, y)
+        train_step(model, *reversed(optimizers[0]), *my_part(x, y, rank=rank, world=2))
+        assert_close(list(model.parameters()), list(alone.parameters()))
+
+
+def test_the_group_of_ddp_is_that_of_kfac():
+    run_ranks(4, two_models_on_rank)
 
 
 @pytest.mark.slow

@@ -180,6 +180,14 @@ def test_muon_refuses_what_it_would_ignore():
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=r"options \['lr'\], which would be ignored"):
         muon(model, params=[{"params": [*model.parameters()], "lr": 0.1}])
+    new = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ValueError, match=r"needs use_muon and all options.*\[0\], \"params\""):
+        muon(model).add_param_group({"params": [new], "lr": 0.1})
+    optimizer = muon(model, params=model.parameters())
+    optimizer.add_param_group({**optimizer.param_groups[0], "params": [new], "step": 0})
+    new.grad = torch.eye(4)
+    optimizer.step()
+    assert not torch.equal(new, torch.ones(4, 4))
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module.*muon\(model\)"):
         muon(model.parameters())
 

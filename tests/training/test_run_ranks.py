@@ -5,7 +5,9 @@ import json
 import threading
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from kfac_bench.errors import UsageError
 from kfac_bench.record.event_log import EventLog
@@ -233,6 +235,18 @@ def gathered_here():
 def test_every_rank_gathers_the_values_of_all_ranks(world):
     each = [b"", b"\1\1\1", b"\2" * 6 + b"\xff\x00", b"\3" * 9][:world]
     assert run_ranks(world, gathered_here) == [each] * world
+
+
+def shared_here():
+    module = nn.Module()
+    module.register_buffer("every_second", (torch.arange(8.0) + 8 * dist.get_rank())[::2])
+    here().ranks.share_buffers(module)
+    return module.every_second.tolist()
+
+
+@pytest.mark.ranks
+def test_a_buffer_with_gaps_in_memory_is_shared():
+    assert run_ranks(2, shared_here) == [[0, 2, 4, 6]] * 2
 
 
 def agreed_here():

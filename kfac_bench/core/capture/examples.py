@@ -7,6 +7,7 @@ example: the tokens of an expert, boxes of pictures, time steps first, positions
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.utils.rnn import PackedSequence
@@ -32,20 +33,23 @@ class Examples:
 
     Args:
         inputs: Positional and keyword inputs of the model.
+        forward: The number of the forward.
 
     Attributes:
+        has_gradients: Whether the forward began with gradients.
         count: The number of examples. None if there is no such tensor, or if it is a vector of
             floating-point numbers, which may be one example. Then the layer's own input counts.
     """
 
-    def __init__(self, inputs: object) -> None:
+    def __init__(self, inputs: object, forward: int) -> None:
+        self.forward, self.has_gradients = forward, torch.is_grad_enabled()
         self.shape: tuple[int, ...] = ()
         self.count: int | None = None
         self.lookups: list[tuple[Any, GradientEdge, Callable[[], None]]] = []
         """Lookups of other shapes: the call, its edge, and what takes the hook off again."""
         self._is_time_first = False
-        # Scalars are settings, for example the time of a diffusion.
-        match next((x for x in _tensors(inputs) if not isinstance(x, Tensor) or x.ndim), None):
+        # Scalars are settings, for example the time of a diffusion. Empty tensors are no batch.
+        match next((x for x in _tensors(inputs) if not _is_setting(x)), None):
             case PackedSequence(batch_sizes=sizes):
                 self.count = int(sizes[0])
             case Tensor() as x if x.is_nested:
@@ -83,6 +87,10 @@ class Examples:
     def is_alike(self, x: Tensor) -> bool:
         """Return whether examples share ``x``, such as positions [1, T]: it has no batch."""
         return x.ndim > 1 and len(x) == 1 and self.count != 1
+
+
+def _is_setting(x: object) -> bool:
+    return isinstance(x, Tensor) and not (x.ndim and x.size(0))
 
 
 def _tensors(inputs: object) -> Iterator[Tensor | list[Tensor] | PackedSequence]:

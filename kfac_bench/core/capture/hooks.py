@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from threading import local
 from typing import Any
 from weakref import ref
 
@@ -41,8 +42,14 @@ from kfac_bench.core.capture.examples import Examples, of_each_example
 from kfac_bench.core.capture.fisher import WaitingCalls
 from kfac_bench.core.capture.identity import AssignedGradients, GradientIdentity
 from kfac_bench.core.capture.moments import Collected, Forward, Moments
-from kfac_bench.core.capture.safe_hooks import EagerForwards, SafeHook, SavedTensors, context_hooks
+from kfac_bench.core.capture.safe_hooks import (
+    EagerForwards,
+    ForwardContext,
+    SafeHook,
+    forward_contexts,
+)
 from kfac_bench.core.distributed.dtensor import is_sharded, own_samples
+from kfac_bench.core.kernels.gram import without_autocast
 from kfac_bench.core.layers.base import Layer, OtherForwardError
 
 
@@ -61,6 +68,13 @@ def _training_hook(
             capture.passes.includes(name, grads[output_nr], node)
 
     return hook
+
+
+class _Running(local):
+    """The forwards of the model that have not ended, in each thread."""
+
+    def __init__(self) -> None:
+        self.forwards: list[Examples] = []
 
 
 class Capture:
@@ -126,7 +140,7 @@ class Capture:
         self.computed = frozenset(by_name)
         """The names of the layers whose statistics are collected here."""
         self._assigned, self._counts_examples = assigned, counts_examples
-        self._running: list[Examples] = []  # forwards of the model that have not ended
+        self._running = _Running()
         self._examples: dict[int, Examples] = {}  # by forward
         self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
         self._repeated = RepeatedForwards()
@@ -139,6 +153,7 @@ class Capture:
         self._forward = self._backwards = self._calls = 0
         self._eager = EagerForwards()
         self._handles: list[RemovableHandle] = []
+        self._contexts: list[ForwardContext] = []
         try:
             self._add_hooks(model, layers)
         except BaseException:
@@ -161,11 +176,9 @@ class Capture:
                 self._handles.append(
                     module.register_forward_hook(hook, with_kwargs=True, prepend=True)
                 )
-        saved_tensors = SavedTensors(lambda: self.enabled)
-        for module in {m: None for x in layers if x.reads_saved_tensors for m in x.modules}:
-            self._handles += saved_tensors.hooks(module)
-        self._handles += context_hooks(layers, lambda: self.enabled)
+        self._contexts += forward_contexts(layers, lambda: self.enabled)
         self._handles += self._eager.hooks(model, layers)
+        self._handles.append(model.register_forward_hook(SafeHook(self._see_output)))
         end = SafeHook(self._end_forward)
         self._handles.append(model.register_forward_hook(end, always_call=True))
 
@@ -182,23 +195,27 @@ class Capture:
             self._eager.disable()
 
     def _begin_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
+        for context in self._contexts:  # Ctrl-C in a forward leaves them
+            context.leave()
         self._forward += 1
         self._waiting.begin_forward()
         self.has_forward |= torch.is_grad_enabled()
         wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
         if wrapper is not None:
             self.wrapper = ref(wrapper)
-        if self.enabled and self._counts_examples and module.training:
-            self._examples[self._forward] = Examples((args, kwargs))
-            self._running.append(self._examples[self._forward])
+        if self.enabled and module.training:
+            examples = Examples((args, kwargs) if self._counts_examples else (), self._forward)
+            self._examples[examples.forward] = examples
+            self._running.forwards.append(examples)
 
     def _note_sequence(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        if self._running:
-            self._running[-1].note_sequence(module, args, kwargs)
+        if self._running.forwards:
+            self._running.forwards[-1].note_sequence(module, args, kwargs)
 
-    def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
-        if self._running:
-            examples = self._running.pop()
+    def _see_output(self, module: nn.Module, args: object, output: object) -> None:
+        """Look at the output of a forward that has not failed."""
+        if self._running.forwards:
+            examples = self._running.forwards[-1]
             for seen, edge, undo in examples.lookups:
                 moved = of_each_example(seen.x, edge.node, output, examples.count or 1)
                 if moved is not None:
@@ -208,7 +225,10 @@ class Capture:
                     undo()
                     why = f"got one input for {examples.count} examples"
                     self._leave_out(seen.layer, why, "Repeat the input for each example")
-            examples.lookups.clear()
+
+    def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if self._running.forwards:
+            self._running.forwards.pop().lookups.clear()
 
     def _on_forward(
         self,
@@ -225,9 +245,14 @@ class Capture:
             if self.identity is not None and torch.is_grad_enabled():
                 self.identity.excuse(layer.name)
             return
-        if not torch.is_grad_enabled():  # checkpointing may repeat this call inside backward
-            self._count_use(layer.name, self._forward)
-            self._repeated.note(layer.name, self._forward)
+        examples = self._running.forwards[-1] if self._running.forwards else None
+        newest = self._forward if examples is None else examples.forward
+        if not torch.is_grad_enabled():
+            # Checkpointing may repeat this call inside backward. If it repeats the whole forward,
+            # that is a forward of its own.
+            if examples is None or examples.has_gradients:
+                self._count_use(layer.name, newest)
+                self._repeated.note(layer.name, newest)
             return
         if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values(), output)):
             self._leave_out(layer, "got a nested tensor", "Use padded tensors")
@@ -240,14 +265,13 @@ class Capture:
             return
         weight_node = node_of(weight)
         # A layer may have several calls: each projection of an attention module is one.
-        forward, repeated_in = self._repeated.origin(layer.name, self._forward)
+        forward, repeated_in = self._repeated.origin(layer.name, newest)
         try:
             calls = [*layer.calls(module, args, kwargs, output)]
         except OtherForwardError:
             why = f"({type(module).__name__}) has a forward, input or output of an unknown form"
             self._leave_out(layer, why, "Describe its forward in layer_types")
             return
-        examples = self._running[-1] if self._running else None
         if repeated_in != OUTSIDE:
             examples = self._examples.get(forward)
         for call in calls:
@@ -404,7 +428,7 @@ class Capture:
         if not g.numel():
             return
         start = time.perf_counter()
-        with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(g):
             g = g.detach()  # with create_graph=True it has a graph, which must not live on
             x, g = seen.x, g if seen.prepare is None else seen.prepare(g)
             count = None if seen.examples is None else seen.examples.count
@@ -462,7 +486,7 @@ class Capture:
         self._derived.clear()
         self._repeated.clear()
         self._examples.clear()
-        self._running.clear()  # Ctrl-C in a forward leaves something
+        self._running.forwards.clear()  # Ctrl-C in a forward leaves something
         start = time.perf_counter()
         collected = self._moments.pop()
         self.seconds += time.perf_counter() - start
@@ -481,3 +505,5 @@ class Capture:
         self.enabled = False
         for handle in self._handles:
             handle.remove()
+        for context in self._contexts:
+            context.remove()

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kfac_bench.core.capture.moments import Collected, Forward, Moments
 from kfac_bench.core.distributed.dtensor import is_sharded
-from kfac_bench.core.kernels.gram import at_least_float32
+from kfac_bench.core.kernels.gram import at_least_float32, without_autocast
 from kfac_bench.core.layers.base import Layer
 
 
@@ -109,7 +109,7 @@ class GradientIdentity:
         is_excused = layer.name in self._excused or layer.name not in self.due
         if made is None or gradient is None or is_excused or is_sharded(gradient):
             return
-        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(gradient):
             gradient = at_least_float32(gradient.detach()[layer.part])
             total, _ = layer.from_matrix(made.total)
             rest = _without_penalty(gradient - total, weight.detach()[layer.part])

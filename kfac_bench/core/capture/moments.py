@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kfac_bench.core.capture.calls import Family
-from kfac_bench.core.kernels.gram import Blocks, Number, Scale, flat_blocks
+from kfac_bench.core.kernels.gram import Blocks, Number, Scale, flat_blocks, without_autocast
 from kfac_bench.core.layers.base import Layer
 
 Forward = tuple[int, int]
@@ -201,7 +201,8 @@ class Moments:
         calls, basis = self._calls.pop(name), self._eigenbasis(name)
         if basis is None:  # a state without eigenvectors was loaded meanwhile
             return
-        new = calls.layer.second_moment(calls.pairs, *basis)
+        with without_autocast(calls.layer.weight):
+            new = calls.layer.second_moment(calls.pairs, *basis)
         old = self._second_moments.get(name)
         self._second_moments[name] = new if old is None else old + new
 

@@ -1,12 +1,13 @@
 """Hooks that disturb no copies, pickles, checkpoints, torch.compile and torch.func.
 
-:mod:`.hooks` uses them. Two kinds run the forward of a module inside a context, at steps that
-collect statistics: :func:`context_hooks` and :class:`SavedTensors`.
+:mod:`.hooks` uses them. A :class:`ForwardContext` runs the forward of a module inside a context, at
+steps that collect statistics.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from threading import get_ident
+from functools import partial
+from threading import get_ident, local
 from types import CodeType
 from typing import Any
 
@@ -169,81 +170,85 @@ class _Leave(_Enter):
                 eval_frame.set_eval_frame(callback)
 
 
-def context_hooks(layers: Iterable[Layer], is_enabled: Callable[[], bool]) -> list[RemovableHandle]:
-    """Put hooks on modules so that each runs inside the ``forward_context`` of its layers.
+class _Current(local):
+    """The context that the forward of a module runs in now, in each thread."""
 
-    The context ends when the earlier forward hooks of the module have run.
+    context: AbstractContextManager[Any] | None = None
+
+
+class ForwardContext:
+    """Hooks that run the forward of a module inside a context.
+
+    The context ends when the earlier forward hooks of the module have run. Ctrl-C in a forward
+    calls no hook, so the context then stays until :meth:`leave`.
 
     Args:
-        layers: The layers. Those of one module share one context.
-        is_enabled: Returns whether statistics are collected. Passes without them, in eval mode or
-            without gradients, run outside the context.
+        module: The module.
+        make: Returns the context for a forward that begins, or None.
     """
-    contexts = {m: x.forward_context for x in layers for m in x.modules}
-    return [
-        handle
-        for module, context in contexts.items()
-        if context is not None
-        for handle in _ContextHooks(context, is_enabled).put_on(module)
-    ]
 
-
-class _ContextHooks:
     def __init__(
-        self, context: AbstractContextManager[Any], is_enabled: Callable[[], bool]
+        self, module: nn.Module, make: Callable[[nn.Module], AbstractContextManager[Any] | None]
     ) -> None:
-        self._context, self._is_enabled = context, is_enabled
-        self._is_inside = False
-
-    def put_on(self, module: nn.Module) -> list[RemovableHandle]:
-        leave = SafeHook(self._leave)
-        return [
+        self._make, self._current = make, _Current()
+        after = SafeHook(lambda module, inputs, output: self.leave())
+        self._handles = [
             module.register_forward_pre_hook(SafeHook(self._enter)),
-            module.register_forward_hook(leave, always_call=True),
+            module.register_forward_hook(after, always_call=True),
         ]
 
     def _enter(self, module: nn.Module, inputs: object) -> None:
-        # Not left out inside pause(): checkpointing must repeat the same operations there.
-        if self._is_enabled() and module.training and torch.is_grad_enabled():
-            # Ctrl-C in a forward calls no hook, so the context of that forward may still be there.
-            if not self._is_inside:
-                self._context.__enter__()
-            self._is_inside = True
+        self.leave()
+        context = self._make(module)
+        if context is not None:
+            context.__enter__()
+            self._current.context = context
 
-    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
-        if self._is_inside:
-            self._is_inside = False
-            self._context.__exit__(None, None, None)
+    def leave(self) -> None:
+        """Leave the context of this thread, if there is one."""
+        context, self._current.context = self._current.context, None
+        if context is not None:
+            context.__exit__(None, None, None)
+
+    def remove(self) -> None:
+        """Remove the hooks and leave the context."""
+        for handle in self._handles:
+            handle.remove()
+        self.leave()
+
+
+def forward_contexts(
+    layers: Iterable[Layer], is_enabled: Callable[[], bool]
+) -> Iterator[ForwardContext]:
+    """Put the hooks on modules that their layers need; yield these hooks.
+
+    Args:
+        layers: The layers. Those of one module have the same needs.
+        is_enabled: Returns whether statistics are collected. Passes without them, in eval mode or
+            without gradients, run outside a context.
+    """
+
+    def make(layer: Layer, module: nn.Module) -> AbstractContextManager[Any] | None:
+        # Not left out inside pause(): checkpointing must repeat the same operations there.
+        if not (is_enabled() and module.training and torch.is_grad_enabled()):
+            return None
+        return layer.forward_context or _hidden_hooks()
+
+    for module, layer in {m: x for x in layers for m in x.modules}.items():
+        if layer.forward_context is not None or layer.reads_saved_tensors:
+            yield ForwardContext(module, partial(make, layer))
+
+
+def _hidden_hooks() -> AbstractContextManager[Any] | None:
+    """Return a context that lets layers read what autograd saves, None if they can read it.
+
+    Checkpointing would allow one read only. A hook that returns the tensor itself hides the hooks
+    of checkpointing from the module.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    is_hooked = top is None or top(True) is not None  # torch 2.6 cannot tell
+    return saved_tensors_hooks(_same, _same) if is_hooked else None
 
 
 def _same(saved: Tensor) -> Tensor:
     return saved.detach()  # an output that is saved as it is would keep itself alive
-
-
-class SavedTensors:
-    """Hooks that let layers read what autograd saves: checkpointing would allow one read only.
-
-    Args:
-        is_enabled: Returns whether layers will read.
-    """
-
-    def __init__(self, is_enabled: Callable[[], bool]) -> None:
-        self._is_enabled = is_enabled
-        self._holding: list[saved_tensors_hooks] = []
-
-    def hooks(self, module: nn.Module) -> Iterator[RemovableHandle]:
-        """Put hooks on a module whose layers read saved tensors; yield their handles."""
-        yield module.register_forward_pre_hook(SafeHook(self._hold))
-        yield module.register_forward_hook(SafeHook(self._release), always_call=True)
-
-    def _hold(self, module: nn.Module, inputs: object) -> None:
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-        hooked = top is None or top(True) is not None  # torch 2.6 cannot tell
-        # A hook that returns the tensor itself hides the hooks of checkpointing from this module.
-        if hooked and self._is_enabled() and module.training:
-            self._holding.append(saved_tensors_hooks(_same, _same))
-            self._holding[-1].__enter__()
-
-    def _release(self, module: nn.Module, inputs: object, output: object) -> None:
-        if self._holding:
-            self._holding.pop().__exit__()

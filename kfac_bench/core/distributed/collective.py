@@ -10,11 +10,15 @@ import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from kfac_bench.core.distributed.dtensor import is_sharded
 
 
 class Work(Protocol):
@@ -52,35 +56,52 @@ class Collective(Protocol):
         """Copy from ``root``, one of ``ranks``, to all of them."""
 
 
+_made: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+"""The groups that were made inside a group. The next KFAC uses them again, because torch keeps the
+sockets and threads of a group, or its memory on a GPU, until the process ends."""
+
+
 class TorchCollective:
     """The backend of torch.distributed: gloo on CPUs, NCCL on GPUs.
 
     It spans the default group, or ``group``, for example one stage of a pipeline. ``rank`` and
     ``ranks`` are positions in that group.
+
+    Raises:
+        ValueError: This process is not in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._global = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if self.rank < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the process group of K-FAC: build K-FAC on the "
+                "ranks of the group only"
+            )
         # Any: the type of new_group includes the number for "not a member", which is never used.
-        self._groups: dict[tuple[int, ...], Any] = {
-            tuple(range(self.world_size)): group or dist.group.WORLD
-        }
+        self._parent: Any = group or dist.group.WORLD
+        self._global = dist.get_process_group_ranks(self._parent)
+        self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.world_size)): self._parent}
 
     def prepare(self, groups: Iterable[tuple[int, ...]], *, apart: bool = False) -> None:
         """See :class:`Collective`. Every rank takes part in making a group, member or not."""
         of_world = len(self._global) == dist.get_world_size()
+        made = _made.setdefault(self._parent, {})
         if apart:
-            # Others use the default group too, so K-FAC makes one of its own.
+            # Others use the default group too, so K-FAC makes groups that nobody else uses.
             world = tuple(range(self.world_size))
-            self._groups = {}
+            self._groups, made = {}, {}
             groups = [world, *groups]
         for ranks in groups:
             if ranks in self._groups or not (of_world or self.rank in ranks):
                 continue  # ranks outside this collective do not call: only members meet
-            self._groups[ranks] = dist.new_group(
-                [self._global[r] for r in ranks], use_local_synchronization=not of_world
-            )
+            if ranks not in made:
+                made[ranks] = dist.new_group(
+                    [self._global[r] for r in ranks],
+                    timeout=_timeout_of(self._parent),
+                    use_local_synchronization=not of_world,
+                )
+            self._groups[ranks] = made[ranks]
 
     def all_reduce(self, x: Tensor, ranks: tuple[int, ...], name: str) -> Work:
         """See :class:`Collective`."""
@@ -101,6 +122,13 @@ class TorchCollective:
         work: Work | None = dist.broadcast(x, src=origin, group=group, async_op=True)
         assert work is not None
         return work
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """Return the time that a message of the group may take; None if its backend has no options."""
+    # A new group does not inherit it: torch would use its own default of 10 or 30 minutes.
+    backend = group._get_backend(group._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 class SingleProcess:
@@ -124,10 +152,20 @@ class SingleProcess:
         raise AssertionError("a one-rank plan sends nothing")
 
 
-def default_collective() -> Collective:
-    """Return torch.distributed or Horovod if it has several ranks, else this process alone."""
+def default_collective(model: nn.Module) -> Collective:
+    """Return torch.distributed or Horovod if it has several ranks, else this process alone.
+
+    If DistributedDataParallel averages the gradients of ``model`` over some ranks, these ranks are
+    the collective. Ranks that hold parts of parameters are always in it.
+    """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return TorchCollective()
+        # The model may be anything: it is checked later.
+        modules = [*model.modules()] if isinstance(model, nn.Module) else []
+        ddp = nn.parallel.DistributedDataParallel
+        groups = {module.process_group for module in modules if isinstance(module, ddp)}
+        if len(groups) != 1 or any(map(is_sharded, model.parameters())):
+            return TorchCollective()
+        return TorchCollective(groups.pop())
     if horovod_has_ranks():
         return HorovodCollective()
     return SingleProcess()

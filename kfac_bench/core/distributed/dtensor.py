@@ -23,15 +23,16 @@ def is_sharded(x: Tensor) -> bool:
 def any_tensor_parallel(model: nn.Module) -> bool:
     """Return whether the model computes with parts of parameters.
 
-    FSDP2 alone does not: it gathers whole parameters before they are used.
+    FSDP2 alone does not: it gathers whole parameters before they are used. On a mesh of two
+    dimensions FSDP2 divides parameters along one of them, and copies them along the other one.
     """
-    meshes = [p.device_mesh for p in model.parameters() if is_sharded(p)]  # type: ignore[attr-defined]
-    if not meshes:
+    placements = [p.placements for p in model.parameters() if is_sharded(p)]  # type: ignore[attr-defined]
+    if not placements:
         return False
     from torch.distributed.fsdp import FSDPModule
 
     fsdp = any(isinstance(m, FSDPModule) for m in model.modules())
-    return not fsdp or any(mesh.ndim > 1 for mesh in meshes)
+    return not fsdp or any(sum(not p.is_replicate() for p in each) > 1 for each in placements)
 
 
 def full(x: Tensor) -> Tensor:

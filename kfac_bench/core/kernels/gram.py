@@ -9,7 +9,9 @@ tuple of its blocks, and never made as one tensor.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,14 @@ HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype") and torch.version.hip is No
 def at_least_float32(x: Tensor) -> Tensor:
     """Return ``x`` in float32 if it is in half precision: factors need more than 8 bits."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which products on the device of ``x`` keep their precision."""
+    device = x.device.type
+    # The meta device of dry runs has no autocast.
+    has_autocast = torch.amp.is_autocast_available(device)
+    return torch.autocast(device, enabled=False) if has_autocast else nullcontext()
 
 
 def multiplicand(x: Tensor) -> Tensor:

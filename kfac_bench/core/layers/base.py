@@ -80,7 +80,7 @@ class Layer(ABC):
         """Several modules if they share the weight. Their calls are further shared positions."""
         self.weight: Tensor = getattr(module, weight)
         own_bias = getattr(module, bias, None)
-        has_bias = own_bias is not None and own_bias.requires_grad
+        has_bias = isinstance(own_bias, nn.Parameter) and own_bias.requires_grad
         self.bias: Tensor | None = own_bias if has_bias else None
         self.spec = self.make_spec(max_dim)
 

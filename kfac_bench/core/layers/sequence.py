@@ -147,7 +147,7 @@ class ProjectionLayer(LinearLayer):
         self.name, self.modules = name, [module]
         self.part = slice(part * self._size, (part + 1) * self._size)
         self.weight, bias = module.in_proj_weight, module.in_proj_bias
-        self.bias = bias if bias is not None and bias.requires_grad else None
+        self.bias = bias if isinstance(bias, nn.Parameter) and bias.requires_grad else None
         a_dim = self._size + (self.bias is not None)
         self.spec = LayerSpec(
             name, a_dim, self._size, a_diagonal=a_dim > max_dim, g_diagonal=self._size > max_dim

@@ -10,13 +10,14 @@ the machine's name. Neither of them authenticates.
 import errno
 import ipaddress
 import os
+import re
 import socket
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 
@@ -33,7 +34,7 @@ from kfac_bench.config import BackendConfig
 from kfac_bench.core.distributed.collective import Collective, TorchCollective
 from kfac_bench.distributed.backend import Backend, find_device
 from kfac_bench.distributed.ranks import Ranks, lost_rank
-from kfac_bench.errors import LostRanksError, OneRankError
+from kfac_bench.errors import LostRanksError, OneRankError, UsageError
 from kfac_bench.output import say
 
 SPARE_S = 5.0
@@ -54,9 +55,29 @@ class DDP(Backend):
     def bare(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
-    def part(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def part(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        """See `Backend.part`.
+
+        Raises:
+            UsageError: The loss of the part before did not depend on all parameters.
+        """
         assert isinstance(model, DistributedDataParallel)
-        return nullcontext() if last else model.no_sync()
+        try:
+            with nullcontext() if last else model.no_sync():
+                yield
+        except RuntimeError as error:
+            if "find_unused_parameters" not in str(error):
+                raise
+            # torch counts the parameters that are trained.
+            names = [name for name, p in model.module.named_parameters() if p.requires_grad]
+            numbers = re.search(r"receive grad for rank \d+: ([\d ]+)", str(error))
+            unused = [names[int(n)] for n in numbers[1].split()] if numbers else ["some parameters"]
+            raise UsageError(
+                f"backend=ddp: the loss of the last step did not depend on {', '.join(unused[:3])}"
+                f"{' and others' if len(unused) > 3 else ''}. Freeze parameters without use with "
+                "requires_grad_(False), or add 0 times their sum to the loss"
+            ) from None
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from kfac_bench.config.groups import BackendConfig
 from kfac_bench.core.distributed import deepspeed_zero
 from kfac_bench.core.distributed.collective import Collective, TorchCollective
-from kfac_bench.distributed.backend import Backend
+from kfac_bench.distributed.backend import Backend, refuse_scalars
 from kfac_bench.distributed.backends.ddp import launched
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import MissingPackageError
@@ -50,6 +50,7 @@ class DeepSpeed(Backend):
         return TorchCollective()
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        refuse_scalars(model, "deepspeed")
         self._parts = copy.copy(optimizer)
         # torch's copy of an optimizer drops the attributes of a subclass, so add them again.
         vars(self._parts).update(

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from kfac_bench.core.distributed.collective import Collective, TorchCollective
 from kfac_bench.core.distributed.dtensor import full, shard_like
-from kfac_bench.distributed.backend import Backend
+from kfac_bench.distributed.backend import Backend, refuse_scalars
 from kfac_bench.distributed.backends.ddp import launched
 
 
@@ -31,6 +31,7 @@ class FSDP2(Backend):
 
     def shard(self, model: nn.Module) -> nn.Module:
         """Distribute each block alone and the other parameters together; see `Backend.shard`."""
+        refuse_scalars(model, "fsdp2")
         mesh = init_device_mesh(self.ranks.device.type, (self.ranks.world_size,))
         for block in blocks(model):
             fully_shard(block, mesh=mesh)

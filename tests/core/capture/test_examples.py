@@ -1,10 +1,13 @@
 """Which rows belong to one example: the batch of the model says it, not the input of each layer."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
 
 from kfac_bench.core.capture.examples import Examples
 from tests.support import oracle
@@ -105,6 +108,56 @@ def test_positions_whose_examples_are_unknown_are_left_to_the_optimizer():
     model.zero_grad()
     with pytest.warns(UserWarning, match="got one input"):
         assert_same(step(model, x, [2, 3, 1]), whole)
+
+
+def test_positions_after_a_forward_that_failed():
+    """Checkpointing ends a repeated forward by an exception, too."""
+
+    class Failing(Positions):
+        def forward(self, x):
+            output = super().forward(x)
+            if len(x) > N:
+                raise torch.OutOfMemoryError
+            return output
+
+    model, x = Failing("[1, T]"), torch.randint(9, (N, T))
+    want = step(model, x)
+    model.zero_grad()
+    kfac = kfac_of(model)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(x.repeat(2, 1))
+    output = checkpoint(model, x, use_reentrant=False)
+    (output.square() + output.tanh()).sum().div(N).backward()
+    kfac.step()
+    assert_same({"factors": factors_of(kfac), "grads": grads_of(model)}, want)
+
+
+class Policy(nn.Module):
+    """A recurrent model that calls ``meanwhile`` while it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.rnn, self.head = nn.Linear(D, D), nn.LSTM(D, 3), nn.Linear(3, 2)
+        self.meanwhile = lambda: None
+        for module in (self.body, self.rnn):
+            module.register_forward_pre_hook(self._before)
+
+    def _before(self, module, inputs):
+        if torch.is_grad_enabled():
+            self.meanwhile()
+
+    def forward(self, x):
+        return self.head(self.rnn(self.body(self.body(x)).tanh())[0])
+
+
+def test_another_thread_may_run_the_model_without_gradients():
+    model, x = Policy(), torch.randn(T, N, D)
+    want = step(model, x, dim=1)
+    model.zero_grad()
+    with ThreadPoolExecutor(1) as pool:
+        act = torch.no_grad()(lambda: model(x[:, :1]))
+        model.meanwhile = lambda: pool.submit(act).result()
+        assert_same(step(model, x, dim=1), want)
 
 
 class Sequences(nn.Module):
@@ -221,13 +274,14 @@ def test_papers_conventions_count_by_the_input_of_each_layer():
         ((torch.ones(3, dtype=torch.long),), 3),
         ((torch.ones(3),), None),  # perhaps the features of one example
         ((), None),
+        ((torch.ones(0, 2), torch.ones(3, 2)), 3),  # a memory that is empty yet
         (([torch.ones(3, 8, 8)] * 2, [{"labels": torch.ones(7)}]), None),  # as of Mask R-CNN
         (((torch.ones(5, 3), torch.ones(2, 9)),), 5),  # nodes and edges
         ((pack_sequence([torch.ones(3, 2), torch.ones(1, 2)]),), 2),
     ],
 )
 def test_the_inputs_of_the_model_tell_the_examples(inputs, count):
-    assert Examples(inputs).count == count
+    assert Examples(inputs, 1).count == count
 
 
 def test_rows_of_other_calls():

@@ -207,6 +207,7 @@ class Looped(nn.Module):
 
 @BOTH
 @pytest.mark.parametrize("method", ["eigen", "ekfac"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_of_one_layer_are_calls_of_one_forward(use_reentrant, method, weight_sharing):
     """Two forwards have one backward here, so each segment belongs to the right one of them."""
@@ -219,10 +220,28 @@ def test_checkpoints_of_one_layer_are_calls_of_one_forward(use_reentrant, method
             model.zero_grad()
             with torch.no_grad():  # nothing repeats this call
                 model.block(torch.zeros(6, 6))
-            (loss_of(model(x[0]), 6) + loss_of(model(x[1]), 6)).backward()
+            loss = loss_of(model(x[0]), 6) + loss_of(model(x[1]), 6)
+            with torch.no_grad():  # nor this forward, which has other examples
+                model(x[0][:1])
+            loss.backward()
             kfac.step()
         results.append({"f": factors_of(kfac), "g": grads_of(model)})
     assert_same(*results)
+
+
+def test_checkpointing_after_an_interrupted_forward():
+    def interrupt(module, inputs, output):
+        raise KeyboardInterrupt
+
+    one, other = Checkpointed(False), Checkpointed(None)
+    other.load_state_dict(one.state_dict())
+    kfac, x = kfac_of(one), torch.randn(6, 5, 4)
+    handle = one.attention.register_forward_hook(interrupt, prepend=True)
+    with pytest.raises(KeyboardInterrupt):
+        one(x)
+    handle.remove()
+    kfac.detach()
+    assert_same(train(one), train(other))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

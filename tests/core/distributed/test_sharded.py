@@ -236,6 +236,17 @@ def test_tensor_parallel_beside_data_parallel_equals_one_process(strategy, data_
     run_ranks(4, grid_on_rank, strategy, ALL, sequence, data_parallel)
 
 
+def hybrid_on_rank(strategy):
+    """A 2 x 2 mesh of FSDP2: parameters are divided along one dimension, copied along the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    compare(shard(tiny_model(), mesh), tiny_model, batch, {}, strategy)
+
+
+@pytest.mark.parametrize("strategy", [slow("comm_opt"), slow("mem_opt"), "local_factors"])
+def test_fsdp2_with_copies_equals_one_process(strategy):
+    run_ranks(4, hybrid_on_rank, strategy)
+
+
 # precision, accumulation
 
 

@@ -184,6 +184,13 @@ def test_computed_weights_are_skipped(kind):
     )
 
 
+def test_a_computed_bias_is_left_to_the_optimizer():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    nn.utils.parametrize.register_parametrization(model[0], "bias", nn.Tanh())
+    kfac = kfac_of(model)
+    assert [x.spec.a_dim for x in kfac.report().layers] == [3, 5]
+
+
 # what is covered, and how
 
 

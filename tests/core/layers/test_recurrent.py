@@ -393,6 +393,12 @@ def test_a_forward_after_an_interrupted_one_ends_the_context():
     loss_of(model(x)[0], 2).backward()
     assert not torch.overrides._get_current_function_mode_stack()
     kfac.step()
+    handle = model.register_forward_hook(interrupt, prepend=True)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    handle.remove()
+    kfac.detach()  # else all recurrent modules would run in the context, which keeps their graphs
+    assert not torch.overrides._get_current_function_mode_stack()
 
 
 def test_outputs_may_be_changed_in_place():
