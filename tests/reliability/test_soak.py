@@ -133,7 +133,7 @@ for number, step in enumerate(range(0, 2001, 50)):
     while not os.path.exists(other) or os.path.getsize(other) <= number:
         time.sleep(0.01)  # ranks stay together, however busy the machine is
     if os.environ["RANK"] == "1" and leak == "memory":
-        kept.append(bytearray(os.urandom(1 << 20)))
+        kept.append(bytearray(os.urandom(1 << 21)))
     if os.environ["RANK"] == "1" and leak == "files":
         kept.append(open(__file__))
     if os.environ["RANK"] == "1" and leak == "threads":
