@@ -21,6 +21,7 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -226,14 +227,14 @@ def _run(path: str) -> _RunFile:
     if folder not in sys.path:
         sys.path.append(folder)
     # Without `dont_inherit` the annotations of the file would become text, as those of this file.
-    code = _seeded(path, lambda: compile(source, path, "exec", dont_inherit=True))
-    _seeded(path, lambda: exec(code, module.__dict__))  # noqa: S102
+    compiled = partial(compile, source, path, "exec", dont_inherit=True)
+    _seeded(path, lambda: exec(compiled(), module.__dict__))  # noqa: S102
     _check_modules(path, folder)
     problem = module.__dict__.get("problem")
     if not isinstance(problem, Problem) and not inspect.isfunction(problem):
         has = "has no variable `problem`" if problem is None else "has another kind of `problem`"
-        how = "Write `from kfac_bench import Problem` and `problem = Problem(...)`"
-        raise UsageError(f"{path}: the file {has}. {how}")
+        how = "`from kfac_bench import Problem` and `problem = Problem(...)`"
+        raise UsageError(f"{path}: the file {has}. Write {how}")
     file = _RunFile(path, hashlib.sha256(source).hexdigest()[:16], problem)
     for name, default in file.defaults().items():
         if default is inspect.Parameter.empty:
