@@ -7,6 +7,7 @@
 # HOROVOD_CUDA_HOME and HOROVOD_NCCL_HOME say where they are). Needs a C++ compiler, cmake, make.
 set -eu
 VERSION=0.28.1
+unset CDPATH  # with it, cd prints a path
 HERE=$(cd "$(dirname "$0")" && pwd)
 PY=$(command -v "${1:-python3}") || { echo "install_horovod: no ${1:-python3} here" >&2; exit 2; }
 PY=$(cd "$(dirname "$PY")" && pwd)/$(basename "$PY")

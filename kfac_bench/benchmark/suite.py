@@ -1,7 +1,7 @@
 """One row of the suite: it runs its cells and reads their results from their files."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -127,7 +127,7 @@ def row(
 
 
 def check(benchmark: Benchmark, name: str) -> None:
-    """Raise :class:`UsageError` for a quantity or a claim that would have no or a wrong number."""
+    """Raise :class:`UsageError` for what would have no number, or a wrong one."""
     axes, above = axes_of(benchmark), list[str]()
     for quantity, each in benchmark.quantities.items():
         where = f"{name}: quantities: {quantity}"
@@ -142,12 +142,24 @@ def check(benchmark: Benchmark, name: str) -> None:
             if value not in (*axes.get(axis, ()), LEAST):
                 raise UsageError(f"{where}: {axis}: {value}: no axis has this value")
         above.append(quantity)
+    if (table := benchmark.matrix) is not None:
+        _check_known(f"{name}: matrix: quantities", table.quantities, above)
+        _check_known(f"{name}: matrix", [table.rows, table.columns], axes)
+    if (drawn := benchmark.figure) is not None:
+        _check_known(f"{name}: figure: quantities", drawn.quantities, above)
+        _check_known(f"{name}: figure", [drawn.x, drawn.colour], [*axes, "quantity"])
     for claim in benchmark.claims:
         where = f"{name}: claims: {claim.name or claim.text}"
         if not claim.checks and not claim.not_testable:
             raise UsageError(f"{where}: needs checks:, or the reason in not_testable:")
         for each_check in claim.checks:
             _check_check(each_check, above, axes, where)
+
+
+def _check_known(where: str, names: Iterable[str], known: Collection[str]) -> None:
+    for each in names:
+        if each not in known:
+            raise UsageError(f"{where}: {each}: choose of {', '.join(known)}")
 
 
 def _check_check(each: Check, quantities: Sequence[str], axes: GridAxes, where: str) -> None:

@@ -19,7 +19,12 @@ from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.capture.identity import AssignedGradients
 from kfac_bench.core.capture.moments import Moments
 from kfac_bench.core.damping import adaptive
-from kfac_bench.core.distributed.collective import Collective, check_same_on_all_ranks
+from kfac_bench.core.distributed.collective import (
+    Collective,
+    PlansDifferError,
+    check_same_on_all_ranks,
+    ranks_unlike_first,
+)
 from kfac_bench.core.eigen_adam_optimizer import Coverage, EigenAdam, find_eigen_adam
 from kfac_bench.core.execution.adam import AdamRule
 from kfac_bench.core.execution.background import Background, BackgroundMoments
@@ -96,7 +101,10 @@ def build(
     # Step 3, connect: to the other ranks, to the tensors, and to the model.
     device = layers[0].weight.device
     what = _what_ranks_share(plan, schedules, options, rule)
-    _connect_ranks(plan, collective, model_parallel, what, device, overlap=options["overlap"])
+    _connect_ranks(plan, collective, what, device, overlap=options["overlap"])
+    if model_parallel is not None:
+        limits = f"{schedules.at(0).kl_clip} {options['trust_ratio']}"
+        _connect_stages(model_parallel, limits, device)
     executor = Executor(
         plan,
         collective,
@@ -170,7 +178,6 @@ def _what_ranks_share(
 def _connect_ranks(
     plan: Plan,
     collective: Collective,
-    model_parallel: Collective | None,
     what: str,
     device: torch.device,
     *,
@@ -184,11 +191,25 @@ def _connect_ranks(
         PlansDifferError: a rank has another plan, or other options, than rank 0.
     """
     check_same_on_all_ranks(collective, what, device)
-    if model_parallel is not None:
-        model_parallel.prepare([tuple(range(model_parallel.world_size))])
     # Backends need the same groups in the same order on every rank, so the set is sorted.
     groups = sorted({op.ranks for op in plan.ops() if len(op.ranks) > 1})
     collective.prepare(groups, apart=overlap)
+
+
+def _connect_stages(stages: Collective, limits: str, device: torch.device) -> None:
+    """Make the group of the pipeline's stages, and check that all have the same limits of a step.
+
+    A stage with a limit would wait forever for the sums of a stage without one.
+
+    Raises:
+        PlansDifferError: A stage has other limits than stage 0.
+    """
+    stages.prepare([tuple(range(stages.world_size))])
+    if others := ranks_unlike_first(stages, limits, device):
+        raise PlansDifferError(
+            f"stages {others} of the pipeline have another kl_clip or trust_ratio than stage 0: "
+            "these limits sum over all layers, so every stage must pass the same ones"
+        )
 
 
 def _connect_layers(

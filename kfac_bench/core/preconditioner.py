@@ -115,7 +115,8 @@ class KFAC:
             DistributedDataParallel with a group of its own, the default spans this group.
         model_parallel: A backend over the ranks that hold the *other* layers of the model, one
             per pipeline stage. The limits of the step then sum over all layers. Every stage
-            must pass it and must cover at least one layer.
+            must pass it, with the same ``kl_clip`` and ``trust_ratio``, and must cover at least one
+            layer.
         options: The options in ``kfac_options.py``, where each has its type, default and meaning.
 
     Attributes:

@@ -1,5 +1,6 @@
 """Muon for the hidden weights of a model, and Adam for all its other parameters."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -125,9 +126,14 @@ def muon(
 
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``.
-        ValueError: A group has other options than ``weight_decay``.
+        ValueError: A group has other options than ``weight_decay``, or a number is out of range.
     """
     check_is_model(model, "muon(model)")
+    for name, value in {"lr": lr, "adam_lr": adam_lr, "weight_decay": weight_decay}.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"muon(): {name}={value}: must be at least 0 and finite")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"muon(): momentum={momentum}: must be at least 0 and below 1")
     if params is None:
         params = (p for p in model.parameters() if p.requires_grad)
     groups = [*params]

@@ -182,11 +182,17 @@ def _config(options: argparse.Namespace, machine: Hardware) -> TrainConfig:
             "the simulation knows only kfac.fisher=empirical with a fixed kfac.damping: "
             "remove kfac.fisher and kfac.adaptive_damping"
         )
-    if config.kfac.interval_growth_epochs:
-        raise UsageError(
-            f"kfac.interval_growth_epochs={config.kfac.interval_growth_epochs}: the simulation "
-            "knows only fixed intervals; remove the option, and simulate each interval alone"
-        )
+    kfac = config.kfac
+    for option, value in (
+        ("interval_growth_epochs", kfac.interval_growth_epochs or None),
+        ("max_overhead", kfac.max_overhead),
+        ("background", kfac.background or None),
+    ):
+        if value is not None:
+            raise UsageError(
+                f"kfac.{option}={value}: the simulation knows only fixed intervals, and work of "
+                "K-FAC in the steps; remove the option, and simulate each interval alone"
+            )
     return config
 
 

@@ -146,6 +146,19 @@ def test_a_file_whose_numbers_would_be_wrong_is_refused(quantity, check, fragmen
         suite.check(row, "mine.yaml")
 
 
+@pytest.mark.parametrize(
+    ("part", "fragment"),
+    [
+        ({"matrix": MatrixSpec(["acc"], "optimizer", "batch")}, "matrix: quantities: acc: choose"),
+        ({"matrix": MatrixSpec(["less"], "optimiser", "batch")}, "matrix: optimiser: choose of op"),
+        ({"figure": FigureSpec(["less"], "batches", "optimizer")}, "figure: batches: choose of op"),
+    ],
+)
+def test_a_table_or_figure_of_unknown_names_is_refused(part, fragment):
+    with pytest.raises(UsageError, match=re.escape(f"mine.yaml: {fragment}")):
+        suite.check(replace(ROW, **part), "mine.yaml")
+
+
 def test_lines_have_medians_intervals_and_misses(row):
     lines = results(row)
     sgd = lines["accuracy", "SGD", "64"]

@@ -15,7 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
+from kfac_bench.core.distributed.collective import (
+    PlansDifferError,
+    SingleProcess,
+    TorchCollective,
+)
 from kfac_bench.core.planning.plan import STRATEGIES
 from tests.support import ROOT
 from tests.support.distributed import run_ranks
@@ -123,6 +127,23 @@ def test_two_stages_in_autocast_follow_one_process_in_float32():
 def test_two_stages_on_two_ranks_each_equal_one_process(strategy):
     nus = run_ranks(4, train_stage, 2, ScheduleGPipe, strategy)
     assert all(n == nus[0] for n in nus)
+
+
+def other_limits_on_rank():
+    """Only the second stage has a KL clip: it would wait for the sums of the first one."""
+    model, options = tiny_model(), {"kl_clip": (None, 1e-3)[dist.get_rank()]}
+    with pytest.raises(PlansDifferError, match=r"stages \[1\] .* have another kl_clip"):
+        make_kfac(
+            model,
+            optimizer_of(model, options),
+            options,
+            collective=SingleProcess(),
+            model_parallel=TorchCollective(),
+        )
+
+
+def test_stages_with_different_limits_are_refused():
+    run_ranks(2, other_limits_on_rank)
 
 
 def groups_on_rank():

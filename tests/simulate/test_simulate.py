@@ -515,6 +515,8 @@ def test_help_prints_the_usage(capsys):
         (["kfac.grad_worker_fraction=0.5"], "kfac.grad_worker_fraction=0.5: set --strategies"),
         (["kfac.fisher=mc"], "kfac.fisher=empirical"),
         (["kfac.adaptive_damping=true"], "a fixed kfac.damping"),
+        (["kfac.max_overhead=0.25"], "kfac.max_overhead=0.25: the simulation knows only fixed"),
+        (["kfac.background=true"], "kfac.background=True: the simulation knows only fixed"),
         (["kfac.method=identity"], "kfac.method=identity has no factors"),
         (["experiment=digits/autoencoder_adam"], "K-FAC covers no layer"),
         (["model=resnet5O"], "did you mean"),

@@ -192,6 +192,12 @@ def test_muon_refuses_what_it_would_ignore():
         muon(model.parameters())
 
 
+@pytest.mark.parametrize("name", ["lr", "adam_lr", "weight_decay", "momentum"])
+def test_muon_refuses_numbers_out_of_range(name):
+    with pytest.raises(ValueError, match=rf"muon\(\): {name}=-1: must be at least 0"):
+        muon(torch.nn.Linear(2, 2), **{name: -1})
+
+
 def test_muon_leaves_the_tokens_of_a_vision_transformer_to_adam():
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
     model.register_parameter("class_token", nn.Parameter(torch.zeros(1, 1, 5)))
