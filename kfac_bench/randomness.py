@@ -13,10 +13,15 @@ import torch
 
 def seed_all(seed: int) -> None:
     """Seed the global CPU generators. Generators of GPUs keep their state."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    seed_python_and_numpy(seed)
     # Not torch.manual_seed: it would also seed the GPUs.
     torch.default_generator.manual_seed(seed)
+
+
+def seed_python_and_numpy(seed: int) -> None:
+    """Seed the global generators whose state no checkpoint has."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
 
 
 @contextmanager

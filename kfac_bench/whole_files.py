@@ -3,7 +3,7 @@
 Every file that replaces another file is written with :func:`whole_file`.
 """
 
-import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,10 +18,9 @@ def whole_file(path: Path) -> Iterator[Path]:
     At any time, a reader sees the whole old file or the whole new file. If the block raises an
     error, `path` stays as it is. Several processes may write the same file: the last one wins.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Processes on two hosts may have one pid, and nobody can put a link under an unknown name.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        # Never through a link that somebody has put there.
-        temporary.unlink(missing_ok=True)
         yield temporary
         temporary.replace(path)
     except BaseException:

@@ -204,7 +204,7 @@ class ModelConfig(Section):
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     """Names of the tasks that the model fits."""
     usual_data: ClassVar[str | None] = None
-    """Dataset that ``kfac-plan simulate`` assumes if the command line names none; None: the default one."""
+    """Dataset that ``kfac-plan simulate`` assumes if none is named; None: the default one."""
 
     name: str = option(MISSING, "architecture", RESULT, choices=TABLES["model"])
     weights: str | None = option(

@@ -221,6 +221,11 @@ class TrainerConfig(Section):
                 "trainer.sync_batch_norm=true does not fit backend=horovod, whose ranks torch does "
                 "not know; use backend=ddp"
             )
+        if self.sync_batch_norm and config.data.on_error == "skip":
+            raise UsageError(
+                "trainer.sync_batch_norm=true does not fit data.on_error=skip: a rank without a "
+                "readable example would leave the others waiting"
+            )
         if self.clock == "cpu":
             self._check_cpu_clock(config.data.workers)
 

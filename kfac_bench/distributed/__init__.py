@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kfac_bench.distributed import slurm_rank
+from kfac_bench.errors import UsageError
 
 if TYPE_CHECKING:
     from kfac_bench.config import BackendConfig
@@ -24,8 +25,15 @@ def join(config: BackendConfig, device: str = "auto") -> Iterator[Backend]:
     torchrun, srun and horovodrun start several ranks. A process without a launcher is alone.
 
     Raises:
-        UsageError: If `device`, or a package that the backend needs, is missing.
+        UsageError: `device`, or a package that the backend needs, is missing, or the launcher is
+            that of another backend.
     """
     slurm_rank.adopt()
     with config.join(device) as backend:
+        found, started = backend.ranks.world_size, slurm_rank.launched_ranks()
+        if found < started:
+            raise UsageError(
+                f"the launcher has started {started} ranks, but backend={config.name} finds only "
+                f"{found}: use horovodrun with backend=horovod, and torchrun with other backends"
+            )
         yield backend

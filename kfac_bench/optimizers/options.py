@@ -113,11 +113,12 @@ class ShampooConfig(MomentsConfig):
     )
 
     def build(self, groups: list[ParameterGroup], model: nn.Module) -> Optimizer:
-        from pytorch_optimizer import ScalableShampoo
         from pytorch_optimizer.optimizer.utils.graft import LayerWiseGrafting
 
+        from kfac_bench.optimizers.shampoo import Shampoo
+
         settings = self.settings()
-        return ScalableShampoo(
+        return Shampoo(
             groups,
             matrix_eps=settings.pop("eps"),
             start_preconditioning_step=self.precondition_freq,

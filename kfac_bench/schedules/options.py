@@ -41,6 +41,16 @@ class PolynomialConfig(ScheduleConfig):
     )
     power: float = option(1.0, "power of the curve from 1 to 0", RESULT, above=0)
 
+    def check(self, config: TrainConfig) -> None:
+        """See :meth:`Section.check`."""
+        super().check(config)
+        if self.decay_from == "warmup" and self.warmup_share >= self.decay_until:
+            raise UsageError(
+                f"schedule.decay_until={self.decay_until:g} is before the end of the warm-up "
+                f"(schedule.warmup_share={self.warmup_share:g}), so the rate would fall to "
+                "schedule.end at once"
+            )
+
     def after_warmup(self, step: int, warmup: int, steps_per_epoch: int, max_steps: int) -> float:
         start = warmup if self.decay_from == "warmup" else 0
         length = self.decay_until * max_steps - start

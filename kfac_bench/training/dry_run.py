@@ -24,7 +24,6 @@ from kfac_bench.core.layer_plan import Report
 from kfac_bench.core.layers.base import Call, Layer
 from kfac_bench.core.planning.estimate import RankCost, flops, rank_costs
 from kfac_bench.core.planning.plan import Op
-from kfac_bench.errors import UsageError
 from kfac_bench.training import build
 from kfac_bench.training.build import Builders
 from kfac_bench.training.update import check_parts
@@ -121,11 +120,6 @@ def trace(config: TrainConfig, world_size: int = 1, builders: Builders | None = 
 def _examples_of_a_rank(config: TrainConfig, world_size: int) -> tuple[int, int]:
     """Return the examples of the smallest part of a rank's batch, and of the largest batch."""
     batch, parts = config.trainer.batch_size, config.trainer.accumulate
-    if batch < world_size:
-        raise UsageError(
-            f"trainer.batch_size={batch} leaves some of {world_size} ranks without an "
-            "example: it is the batch of all ranks"
-        )
     check_parts(config.trainer, world_size)
     return batch // world_size // parts, -(-batch // world_size)
 

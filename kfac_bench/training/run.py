@@ -46,7 +46,7 @@ from kfac_bench.training.rank_batches import RunLength
 from kfac_bench.training.resume import start_or_resume
 from kfac_bench.training.run_directory import RunDirectory, say_complete
 from kfac_bench.training.trainer import Trainer
-from kfac_bench.training.update import least_part
+from kfac_bench.training.update import check_parts, least_part
 
 
 def train_words(words: Sequence[str]) -> float:
@@ -72,6 +72,8 @@ def train_words(words: Sequence[str]) -> float:
     named_variables.allow(words)
     problem_file.run_named(words)
     config = compose.load(words, ranks=slurm_rank.launched_ranks())
+    if config.dry_run:
+        raise UsageError("dry_run=true trains nothing: use kfac-train dry_run=true")
     code = start(config)
     if code >= 128:
         raise KeyboardInterrupt
@@ -142,6 +144,7 @@ def train(
 
 def _set_up_process(config: TrainConfig, ranks: Ranks) -> bool:
     """Set threads and memory of this process; return whether it is bound to cores."""
+    check_parts(config.trainer, ranks.world_size)
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     environment.try_threads(torch.get_num_threads())
@@ -151,7 +154,7 @@ def _set_up_process(config: TrainConfig, ranks: Ranks) -> bool:
             "counts what one processor works for the run; use one rank and trainer.device=cpu, or "
             "trainer.clock=wall"
         )
-    is_pinned = config.trainer.pin and environment.pin(config.trainer.threads or 1)
+    is_pinned = config.trainer.pin and environment.pin(torch.get_num_threads())
     if ranks.device.type == "cpu":
         environment.keep_freed_memory()
     else:

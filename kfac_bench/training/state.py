@@ -27,6 +27,8 @@ from kfac_bench.training.checkpoint import Checkpoint
 
 _NO_SETTINGS = {"params", "step"}
 """Keys of a parameter group that are no settings. Apex's optimizers count their steps there."""
+_SINCE_TORCH_2_7 = {"decoupled_weight_decay"}
+"""A key that Adam sets itself if the state of an older torch lacks it."""
 _LIKE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 """Keys of an optimizer's state whose tensors have the shape of the parameter."""
 _SAME_NUMEL = {"momentum", "square"}
@@ -153,8 +155,9 @@ class State:
                 raise ValueError(f"{path}: {name} has the type {types}")
 
     def _check_optimizer(self, state: dict[str, Any], path: Path) -> None:
-        theirs = [set(g) - _NO_SETTINGS for g in state["param_groups"]]
-        if [set(g) - _NO_SETTINGS for g in self._optimizer.param_groups] != theirs:
+        optional = _NO_SETTINGS | _SINCE_TORCH_2_7
+        theirs = [set(g) - optional for g in state["param_groups"]]
+        if [set(g) - optional for g in self._optimizer.param_groups] != theirs:
             raise ValueError(f"{path}: another optimizer")
         for group in state["param_groups"]:
             _check_number(f"{path}: the optimizer's step", group.get("step", 0))

@@ -24,6 +24,7 @@ from kfac_bench.data.images.random_methods import Mixup
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import lost_rank
 from kfac_bench.errors import RunFailedError, shortage
+from kfac_bench.randomness import seed_python_and_numpy
 from kfac_bench.record.event_log import EventLog
 from kfac_bench.record.events import (
     Checkpointed,
@@ -277,6 +278,8 @@ class Trainer:
         self._set_learning_rate()
         if self.kfac is not None:
             self.kfac.track_cosine = (self.step + 1) % self.config.log_freq == 0
+        # The loss of a problem file may draw from these.
+        seed_python_and_numpy(mixed_seed(self.seed, -3, self.step, self.ranks.rank))
         loss = self._update.backward(batch, self._count_examples(batch))
         # Not before: the device works at this step while the host waits for the step before.
         self._read_result()

@@ -31,9 +31,14 @@ def least_part(train_size: int, config: TrainerConfig, world_size: int) -> int:
 
 
 def check_parts(config: TrainerConfig, world_size: int) -> None:
-    """Raise :class:`UsageError` if a rank has fewer examples than parts of a batch."""
+    """Raise :class:`UsageError` if a rank has no example, or fewer than parts of a batch."""
     examples = config.batch_size // world_size
-    if config.accumulate > max(1, examples):
+    if not examples:
+        raise UsageError(
+            f"trainer.batch_size={config.batch_size} leaves some of {world_size} ranks without an "
+            "example: it is the batch of all ranks"
+        )
+    if config.accumulate > examples:
         raise UsageError(
             f"trainer.accumulate={config.accumulate} is more than the {examples} examples of a "
             f"rank: trainer.batch_size={config.batch_size} over {world_size} ranks"
@@ -81,7 +86,6 @@ class Update:
         self.scaler = GradScaler(self._device.type, enabled=config.precision == "fp16")
         self._max_norm, self._clip_when = config.clip_grad_norm, config.clip_grad_when
         self._parts_of_batch = config.accumulate
-        check_parts(config, ranks.world_size)
 
     def backward(self, batch: Batch, examples: int | None = None) -> Tensor:
         """Set the gradients, averaged over ranks, and return this rank's share of the mean loss.

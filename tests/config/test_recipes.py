@@ -1,5 +1,8 @@
 """Recipes: which one follows from data and model, how it is scaled, and that user's words win."""
 
+import os
+import subprocess
+
 import pytest
 import yaml
 
@@ -9,9 +12,28 @@ from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import compose, option_help, recipes
 from kfac_bench.errors import UsageError
 from kfac_bench.training.run_directory import run_id
+from tests.support import ROOT
 
 IMAGENET = ("data=imagefolder", "model=resnet50")
 CIFAR = ("data=cifar10", "model=resnet32")
+
+
+SQUAD = ("data=squad", "model=bert_large")
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("resnet32_cifar10", CIFAR), ("unet_lgg", ("data=lgg", "model=unet")), ("squad", SQUAD)],
+)
+def test_a_batch_script_scales_as_the_recipe_does(tmp_path, script, words):
+    (tmp_path / "common.sh").write_text("train() { printf '%s\\n' \"$@\"; }\n")
+    variables = {"PATH": os.environ["PATH"], "KFAC_SLURM": str(tmp_path), "SLURM_NTASKS": "8"}
+    command = ["bash", ROOT / "slurm" / f"{script}.sbatch", "data.root=x"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    of_script = compose.load(done.stdout.split())
+    of_recipe = compose.load([*words, "data.root=x"], ranks=8)
+    assert of_script.trainer.batch_size == of_recipe.trainer.batch_size
+    assert of_script.schedule.warmup_start == of_recipe.schedule.warmup_start
 
 
 def name_of(*words, config_dir=None):

@@ -12,7 +12,7 @@ from kfac_bench import distributed
 from kfac_bench.core.distributed.collective import TorchCollective
 from kfac_bench.distributed.backends.ddp import DDP
 from kfac_bench.distributed.backends.fsdp2 import FSDP2
-from kfac_bench.distributed.options import HorovodConfig
+from kfac_bench.distributed.options import DDPConfig, HorovodConfig
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
 from tests.support.distributed import run_ranks
@@ -24,6 +24,17 @@ def test_a_missing_horovod_is_reported_with_the_install_command():
         mock.patch.dict(sys.modules, missing),
         pytest.raises(UsageError, match="not installed here; run make install-horovod"),
         distributed.join(HorovodConfig("horovod")),
+    ):
+        pass
+
+
+def test_a_launcher_of_another_backend_is_refused(monkeypatch):
+    """Otherwise each of horovodrun's processes trains alone."""
+    for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
+    with (
+        pytest.raises(UsageError, match="has started 2 ranks, but backend=ddp finds only 1: use"),
+        distributed.join(DDPConfig("ddp"), "cpu"),
     ):
         pass
 

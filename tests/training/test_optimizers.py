@@ -8,7 +8,7 @@ from kfac_bench import muon
 from kfac_bench.config import compose
 from kfac_bench.config.groups import TABLES
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import Evaluated
+from kfac_bench.record.events import Evaluated, Resumed
 from kfac_bench.training.build import build_optimizer
 from tests.support.configs import quick_load
 from tests.support.runs import before_step, end, of_kind, terminate, train
@@ -226,6 +226,7 @@ def learns_and_goes_on(tmp_path, name):
     with before_step(12, terminate):
         assert train(tmp_path, *run, "run_id=stopped")[0] == "interrupted"
     _, stopped = train(tmp_path, *run, "run_id=stopped")
+    assert of_kind(stopped, Resumed)
     assert end(straight).weights_sha256 == end(stopped).weights_sha256
     first, *_, last = (e.metrics["squared_error"] for e in of_kind(straight, Evaluated))
     assert last < 0.8 * first

@@ -167,6 +167,26 @@ def test_global_randomness_does_not_depend_on_workers(tmp_path, own):
     assert metrics[0] == metrics[1]
 
 
+NOISY_LOSS = """\
+def noisy_loss(model, batch):
+    output = model(batch[0])
+    return output.square().mean() * (random.random() + np.random.rand()), output
+
+
+class Noisy"""
+
+
+def test_a_loss_may_draw_random_numbers(tmp_path, own):
+    file = own(("loss=nn.CrossEntropyLoss()", "loss=noisy_loss"), ("class Noisy", NOISY_LOSS))
+    steps = ("trainer.max_steps=6", "trainer.eval_freq=6")
+    first, again = (train(tmp_path, file, *steps, f"run_id={name}")[1] for name in "ab")
+    with before_step(3, terminate):
+        train(tmp_path, file, *steps, "run_id=stopped")
+    stopped = train(tmp_path, file, *steps, "run_id=stopped")[1]
+    ends = {end(path).weights_sha256 for path in (first, again, stopped)}
+    assert len(ends) == 1
+
+
 def test_examples_change_from_epoch_to_epoch_and_keep_the_global_state(own):
     file = own()
     problem_file.run_named([f"problem={file}"])

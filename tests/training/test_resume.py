@@ -301,7 +301,7 @@ def test_the_same_data_elsewhere_continue(tmp_path, root):
 
 def test_a_checkpoint_without_a_fingerprint_continues_with_one_line(tmp_path, root, capsys):
     path = begun(tmp_path, root)
-    forget(path / "checkpoints" / "step-00000004")
+    edit_shard(path / "checkpoints" / "step-00000004", lambda shard: shard.pop("data"))
     (root / "train/class0/04.png").unlink()
     capsys.readouterr()
     assert train(tmp_path, f"data.root={root}", base=BASE_OF_FILES)[0] == "finished"
@@ -310,15 +310,29 @@ def test_a_checkpoint_without_a_fingerprint_continues_with_one_line(tmp_path, ro
     assert of_kind(path, DataChanged) == []
 
 
-def forget(checkpoint):
-    """Remove the fingerprint from a checkpoint."""
+def edit_shard(checkpoint, edit):
+    """Change a checkpoint, with a manifest that fits."""
     shard = torch.load(checkpoint / "rank0.pt", weights_only=True)
-    del shard["data"]
+    edit(shard)
     torch.save(shard, checkpoint / "rank0.pt")
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     digest = hashlib.sha256((checkpoint / "rank0.pt").read_bytes()).hexdigest()
     manifest["sha256"]["rank0.pt"] = digest
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_a_run_of_torch_2_6_continues(tmp_path):
+    """Its Adam has no key decoupled_weight_decay."""
+    words = ("optimizer=adam", "kfac=none", "trainer.eval_freq=2", "trainer.checkpoint_freq=2")
+    _, path = train(tmp_path, *words, "run_id=old", "trainer.max_steps=2")
+    edit_shard(
+        path / "checkpoints" / "step-00000002",
+        lambda shard: [g.pop("decoupled_weight_decay") for g in shard["optimizer"]["param_groups"]],
+    )
+    assert train(tmp_path, *words, "run_id=old", "trainer.max_steps=4")[0] == "finished"
+    assert [e.step for e in of_kind(path, Resumed)] == [2]
+    straight = train(tmp_path, *words, "trainer.max_steps=4", "run_id=straight")[1]
+    assert end(path).weights_sha256 == end(straight).weights_sha256
 
 
 def test_another_run_may_start_from_a_checkpoint_of_other_data(tmp_path, root):

@@ -46,6 +46,11 @@ def test_a_wrong_word_is_a_usage_error(words):
         kfac_bench.train([*words, "optimzer.lr=1"])
 
 
+def test_a_dry_run_has_no_result(words):
+    with pytest.raises(UsageError, match="dry_run=true trains nothing: use kfac-train dry_run"):
+        kfac_bench.train([*words, "dry_run=true"])
+
+
 @pytest.mark.slow
 def test_the_study_of_the_page_runs(tmp_path, monkeypatch):
     """With a stand-in for Optuna, which draws the same settings each time and stops one trial."""

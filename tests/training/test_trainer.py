@@ -174,6 +174,14 @@ def test_more_parts_than_a_rank_has_examples_are_refused(tmp_path):
     assert "trainer.batch_size=4 over 2 ranks" in said[0]
 
 
+@pytest.mark.ranks
+def test_a_rank_without_an_example_is_refused_before_the_run_begins(tmp_path):
+    said = run_ranks(2, refused_here, tmp_path, "trainer.batch_size=1")
+    assert said[0] == said[1]
+    assert "trainer.batch_size=1 leaves some of 2 ranks without an example" in said[0]
+    assert not list(tmp_path.rglob("events.jsonl"))
+
+
 def test_batch_norm_of_one_example_of_a_part_is_refused(tmp_path):
     many = ("trainer.batch_size=8", "trainer.accumulate=5")
     with pytest.raises(UsageError, match=r"two examples per rank.* times trainer\.accumulate"):

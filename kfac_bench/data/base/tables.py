@@ -68,8 +68,9 @@ def _tables(root: Path) -> Iterator[Path]:
     if root.is_file():
         yield from [root] if root.suffix in ENDINGS else []
     for ending in ENDINGS:
-        yield from root.glob(f"*{ending}")
-        yield from root.glob(f"*/*{ending}")
+        for pattern in (f"*{ending}", f"*/*{ending}"):
+            # Spark writes folders with the names of files.
+            yield from (path for path in root.glob(pattern) if not path.is_dir())
 
 
 def find(root: Path) -> dict[str, list[Path]]:

@@ -39,6 +39,7 @@ def refused(call, *arguments):
         ("my_dev_set.feather", "validation"),
         ("latest.parquet", "train"),
         ("train/data-00000-of-00002.arrow", "train"),
+        ("train.parquet/part-0.parquet", "train"),  # as Spark writes it
     ],
 )
 def test_the_split_of_a_file_is_in_its_name_or_folder(tmp_path, file, split):
