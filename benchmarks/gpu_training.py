@@ -125,6 +125,8 @@ def main(arguments: Sequence[str]) -> None:
     add("--out", type=Path, default=RESULTS)
     add("more", nargs="*", help="more words for kfac-train")
     options = parser.parse_args(arguments)
+    if "0" in options.seeds.split(","):
+        parser.error("--seeds 0: the rates were chosen with this seed")
     found = read(options.out)
     done = {(run.optimizer, run.rate) for run in found if not run.alone}
     grid = [(name, rate) for name, (_, rates) in OPTIMIZERS.items() for rate in rates]

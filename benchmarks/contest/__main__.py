@@ -136,7 +136,7 @@ def _tables(options: argparse.Namespace) -> int:
     else:
         begin, end = contest_tables.begin_mark(options.benchmark), contest_tables.END
         before, after = around_marks(options.into, begin, end, "--into")
-        figures.append(options.into.with_name(f"{options.benchmark}.svg"))
+        figures.append(options.into.with_name(f"{schema.stem(options.benchmark)}.svg"))
         picture = f"![{ALTERNATIVE}]({figures[-1].name})"
         write_text(options.into, f"{before}{begin}\n\n{picture}\n\n{text}\n{end}{after}")
         say(f"into: {options.into}")

@@ -165,6 +165,8 @@ def _best_trials(
     for task, own in baselines.items():
         speed = factors(own)
         for run in store.runs(task, "trial"):
+            if run.optimizer not in names:
+                continue  # the contest has it no more
             of_optimizer = found.setdefault(task, {}).setdefault(names[run.optimizer], {})
             seconds = reached(run).seconds * speed.get(run.sitting, 1.0)
             of_optimizer.setdefault(run.seed, []).append(seconds)
@@ -280,11 +282,11 @@ def _times(result: ContestResult, times: SeedTimes) -> Table:
             seconds = times[task][name]
             reached = f"{sum(map(math.isfinite, seconds))} of {len(seconds)}"
             steps = median(map(result.steps, runs))
-            shown = _with_interval(*score.bootstrap_median(seconds))
+            shown = _with_interval(*score.median_with_interval(seconds))
             rows.append([task, name, reached, steps, shown, ratios[name][task]])
     columns = ("task", "optimizer", "reached", "steps", "seconds", "r")
     note = (
-        f"Medians over {_of(result)}; a missed target counts as inf. Brackets: 95 % bootstrap "
+        f"Medians over {_of(result)}; a missed target counts as inf. Brackets: 95 % "
         "interval of the seconds. Seconds of later sittings are scaled to those of the task's "
         "first sitting"
     )

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.contest.interpolated import reached
 from benchmarks.contest.packed_runs import PackedRun
 from benchmarks.contest.result_store import ResultStore
-from benchmarks.contest.sitting import tasks_of
+from benchmarks.contest.sitting import factors, tasks_of
 from kfac_bench.benchmark.schema import Benchmark
 from kfac_bench.errors import UsageError
 
@@ -37,7 +37,7 @@ def centred(benchmark: Benchmark, store: ResultStore) -> Ranges:
             trials = [r for r in store.runs(task, "trial") if r.optimizer == optimizer]
             if len(trials) < tuning.trials * len(tuning.seeds):
                 raise UsageError(f"{task}, {optimizer}: trials are missing; run study first")
-            winners += _winner(trials)
+            winners += _winner(trials, factors(store.runs(task, "baseline")))
         if not winners:
             raise UsageError(f"{optimizer}: no trial met a target, so its ranges are wrong")
         space = {name: value for name, value in tuning.space[optimizer].items() if _is_log(value)}
@@ -48,9 +48,9 @@ def centred(benchmark: Benchmark, store: ResultStore) -> Ranges:
     return found
 
 
-def _winner(trials: Sequence[PackedRun]) -> list[Mapping[str, Any]]:
+def _winner(trials: Sequence[PackedRun], speed: Mapping[str, float]) -> list[Mapping[str, Any]]:
     """Return the settings of the fastest trial; none if all missed the target."""
-    best = min(trials, key=lambda run: reached(run).seconds)
+    best = min(trials, key=lambda run: reached(run).seconds * speed.get(run.sitting, 1.0))
     return [best.settings] if reached(best).seconds < float("inf") else []
 
 

@@ -45,9 +45,10 @@ class ComputedCell:
         """Return the directory, which depends on the words, the hardware file and our version."""
         words = dict(self.words)
         if (name := words.get("hardware")) is not None:
-            words["hardware"] += _digest(
-                (compose.CONF_DIR / "hardware" / f"{name}.yaml").read_text()
-            )
+            file = compose.CONF_DIR / "hardware" / f"{name}.yaml"
+            if not file.is_file():
+                raise UsageError(f"{self.label}: hardware={name}: conf/hardware has no such file")
+            words["hardware"] += _digest(file.read_text())
         content = json.dumps([self.kind, sorted(words.items()), __version__])
         return Path(self.runs_dir) / f"{self.kind}-{_digest(content)}"
 
@@ -61,9 +62,10 @@ class ComputedCell:
             return True, "computed (before)"
         try:
             numbers = _numbers(self.kind)(self.words)
-        except UsageError as error:
-            record_failure(self.path(), self.label, str(error))
-            return False, f"failed: {error}"
+        except (UsageError, KeyError, ValueError) as error:
+            lacks = f"needs the word {error}" if isinstance(error, KeyError) else str(error)
+            record_failure(self.path(), self.label, lacks)
+            return False, f"failed: {lacks}"
         _write(self, numbers)
         return True, "computed"
 

@@ -124,7 +124,9 @@ def _draw_row(
         words = [subject, " ".join(value for _, value in group)]
         axes.set_title(": ".join(filter(None, words)), loc="left")
     if not spec.lines:  # The numbers of all panels decide the range of their axes.
-        _scale(panels[0], _drawn(lines, kinds))
+        intervals = [line.measured for line in lines if line.measured and "measured" in kinds]
+        limits = [x for each in intervals for x in (each.low, each.high) if math.isfinite(x)]
+        _scale(panels[0], _drawn(lines, kinds), limits)
     name = spec.quantities[0] if len(spec.quantities) == 1 else ""
     label = f"{name} ({unit})" if unit and name not in ("", unit) else name or unit
     for axes in panels if spec.lines else panels[:1]:
@@ -246,14 +248,18 @@ def _cross(axes: Axes, x: float, colour: str) -> None:
     axes.plot([x], [0], "x", color=colour, transform=at_bottom, clip_on=False, zorder=3)
 
 
-def _scale(axes: Axes, heights: Sequence[float]) -> None:
-    """Cut the y axis if all bars are about equal; make it logarithmic if they differ a lot."""
+def _scale(axes: Axes, heights: Sequence[float], ends: Sequence[float]) -> None:
+    """Cut the y axis if all bars are about equal; make it logarithmic if they differ a lot.
+
+    ``ends`` are those of the intervals, which must not be cut.
+    """
     if len(heights) < 2 or min(heights) <= 0:
         return
     low, high = min(heights), max(heights)
     if high < 1.6 * low:
+        low, high = min(low, *ends, low), max(high, *ends, high)
         span = max(high - low, 0.02 * high)
-        axes.set_ylim(low - 1.2 * span, high + 0.4 * span)
+        axes.set_ylim(max(0.0, low - 1.2 * span), high + 0.4 * span)
         say_cut(axes)
     elif high > 300 * low:
         axes.set_yscale("log")

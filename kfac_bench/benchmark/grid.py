@@ -215,9 +215,9 @@ def run_cells(
 
     Raises:
         TimeIsUp: The time limit of the session has passed.
-        UsageError: Two cells in a row were refused for the same reason: for example, the data are
-            not on this machine. Both failures are forgotten, so that the cells run again without
-            `retry`.
+        UsageError: Another process still trains a cell. Or two cells in a row were refused for the
+            same reason: for example, the data are not on this machine. Both failures are forgotten,
+            so that the cells run again without `retry`.
     """
     refused: Cell | None = None
     failed, left = 0, sum(run_end.will_run(cell.path(), retry=retry) for cell in todo)
@@ -265,6 +265,7 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
             return _failed(
                 cell, f"{first.path().name}, which it starts from, {text}", has_run=False
             )
+    run_end.wait_until_free(cell.path())
     code, line = train(cell)
     if code in run_end.INTERRUPTED:
         return False, f"interrupted: {line}"

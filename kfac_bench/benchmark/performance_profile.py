@@ -25,7 +25,7 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from kfac_bench.output import listed
 from kfac_bench.record.runs import Setting, option, plain, target
-from kfac_bench.record.score import bootstrap_median, steps_to_target, time_to_target_s
+from kfac_bench.record.score import median_with_interval, steps_to_target, time_to_target_s
 from kfac_bench.report.figure_style import (
     PALETTE,
     REST,
@@ -152,7 +152,7 @@ def times_table(settings: Sequence[Setting]) -> Table:
     for s in settings:
         if s.task in seconds:
             times = [time_to_target_s(run) for run in s.runs]
-            _, low, high = bootstrap_median(times)
+            _, low, high = median_with_interval(times)
             best = first_order.get(s.task, math.inf)
             over = None if math.isinf(best) else _ratio(seconds[s.task][s.optimizer], best)
             reached = f"{sum(map(math.isfinite, times))} of {len(times)}"
@@ -169,7 +169,7 @@ def times_table(settings: Sequence[Setting]) -> Table:
         "over first-order",
     )
     note = (
-        "Medians over seeds; a missed target counts as inf. Low and high: 95 % bootstrap interval "
+        "Medians over seeds; a missed target counts as inf. Low and high: 95 % interval "
         "of the seconds. Over first-order: seconds over those of the best optimizer without "
         "Kronecker factors (no K-FAC, Shampoo or SOAP)"
     )

@@ -15,8 +15,9 @@ from kfac_bench.benchmark.measures import (
     seconds_at_least,
 )
 from kfac_bench.benchmark.schema import Benchmark, Quantity
+from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import Run
-from kfac_bench.record.score import bootstrap_median, mean_with_interval
+from kfac_bench.record.score import mean_with_interval, median_with_interval
 
 GridPoint = Mapping[str, str]
 """Axis to value."""
@@ -49,7 +50,7 @@ class Measured:
     """A number over seeds with its 95 % interval. A miss is infinite and is not left out.
 
     The number is the mean with its t interval for a difference of two points, if no seed missed.
-    Otherwise it is the median, with the interval of a bootstrap.
+    Otherwise it is the median, with its interval.
     """
 
     value: float
@@ -220,7 +221,7 @@ class _Values:
         missed = sum(math.isinf(value) for value in numbers)
         bounds = sum(self._is_bound(name, point, seed) for seed in each if each[seed] is not None)
         is_mean = self._quantities[name].how == "difference" and not missed
-        interval = mean_with_interval(numbers) if is_mean else bootstrap_median(numbers)
+        interval = mean_with_interval(numbers) if is_mean else median_with_interval(numbers)
         return Measured(*interval, len(numbers), missed, bounds)
 
     def _is_bound(self, name: str, point: GridPoint, seed: int) -> bool:
@@ -358,7 +359,8 @@ def _published(benchmark: Benchmark) -> dict[str, PublishedByPoint]:
 def _leaves(tree: object, depth: int) -> Iterator[tuple[tuple[str, ...], PublishedValue]]:
     """Yield each value of nested mappings, with the keys that lead to the value."""
     if depth:
-        assert isinstance(tree, Mapping)
+        if not isinstance(tree, Mapping):
+            raise UsageError(f"published: values: {tree!r}: expected a mapping for each axis of by")
         for key, below in tree.items():
             for rest, leaf in _leaves(below, depth - 1):
                 yield (str(key), *rest), leaf

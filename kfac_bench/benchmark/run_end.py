@@ -5,10 +5,12 @@ reason. A stopped run has neither, and the next start continues it.
 """
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from kfac_bench.errors import UsageError
+from kfac_bench.record import own_files
 from kfac_bench.record.events import EVENTS_FILE, RunEnded, read
 from kfac_bench.record.own_files import read_own
 from kfac_bench.stop_signals import SIGNALS
@@ -18,6 +20,10 @@ FAILED_FILE = "cell.json"
 """File in the directory of a run whose process failed. It holds the reason."""
 INTERRUPTED = tuple(128 + number for number in SIGNALS)
 """Exit codes of a run that was stopped by a signal. The next start continues it."""
+
+
+PATIENCE_S = 60.0
+"""Seconds to wait for a run that outlives a killed command. The run saves and ends by itself."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ def refusal(folder: Path) -> str | None:
 
 def forget_failure(folder: Path) -> None:
     """Remove the record of :func:`record_failure`, as if the run had not been started."""
-    (folder / FAILED_FILE).unlink()
+    (folder / FAILED_FILE).unlink(missing_ok=True)
 
 
 def ended(folder: Path) -> str | None:
@@ -91,3 +97,19 @@ def will_run(folder: Path, *, retry: bool) -> bool:
     """Return whether the run of this directory has not ended, or has failed and runs again."""
     before = outcome(folder)
     return before is None or (retry and before.startswith("failed"))
+
+
+def wait_until_free(directory: Path) -> None:
+    """Wait until no process writes to a run directory.
+
+    Raises:
+        UsageError: A process still writes to it after a minute.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while own_files.is_locked(directory):
+        if time.monotonic() >= deadline:
+            raise UsageError(
+                f"{directory}: a process of an earlier command still trains here. End that "
+                "process; the same command then continues"
+            )
+        time.sleep(own_files.POLL_S)

@@ -332,6 +332,8 @@ def _check_contest(benchmark: Benchmark, path: Path) -> None:
 def _check_tuning(benchmark: Benchmark, tuning: Tuning, path: Path) -> None:
     if tuning.trials < 1 or not tuning.seeds or len(set(tuning.seeds)) < len(tuning.seeds):
         raise UsageError(f"{path}: tuning: needs at least one trial, and seeds that differ")
+    if benchmark.overrides and "optimizer" not in benchmark.axes:
+        raise UsageError(f"{path}: tuning: needs an axis optimizer")
     for optimizer in benchmark.axes.get("optimizer", []):
         if optimizer not in tuning.space:
             raise UsageError(f"{path}: tuning: the space has no optimizer {optimizer}")

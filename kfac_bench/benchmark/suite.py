@@ -1,5 +1,6 @@
 """One row of the suite: it runs its cells and reads their results from their files."""
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,13 +99,15 @@ def row(
 
     Raises:
         UsageError: The benchmark or the profile does not exist, the file is not valid or has no
-            cells, or no label begins with ``only``.
+            cells, no label begins with ``only``, or the tuning had one of the seeds.
     """
     benchmark = schema.load(name)
     if not benchmark.overrides and not benchmark.computed:
         raise UsageError(f"{name} has no cells: it belongs to kfac-bench try FILE")
     check(benchmark, name)
     label, sized = schema.profile_of(benchmark, profile)
+    if benchmark.tuning is not None and (used := {*benchmark.tuning.seeds} & {*(seeds or ())}):
+        raise UsageError(f"--seeds {min(used)}: the tuning chose the settings with this seed")
     folder = runs_dir or f"runs/{schema.stem(name)}"
     cells = grid.cells(benchmark, folder, seeds, profile, overrides)
     chosen = [cell for cell in cells if cell.label.startswith(only)]
@@ -129,6 +132,13 @@ def row(
 def check(benchmark: Benchmark, name: str) -> None:
     """Raise :class:`UsageError` for what would have no number, or a wrong one."""
     axes, above = axes_of(benchmark), list[str]()
+    grids = [(benchmark.each, axes), *((p.each, axes) for p in benchmark.profiles.values())]
+    for each_of, own_axes in (*grids, *((part.each, part.axes) for part in benchmark.computed)):
+        for joined, by_value in each_of.items():
+            names = joined.split(" ")
+            _check_known(f"{name}: each", names, own_axes)
+            points = itertools.product(*(own_axes[axis] for axis in names))
+            _check_known(f"{name}: each: {joined}", by_value, [" ".join(p) for p in points])
     for quantity, each in benchmark.quantities.items():
         where = f"{name}: quantities: {quantity}"
         if each.of and each.of not in above:
@@ -138,6 +148,8 @@ def check(benchmark: Benchmark, name: str) -> None:
         if not each.of and not exists(each.measure):
             hint = did_you_mean(each.measure, MEASURES)
             raise UsageError(f"{where}: measure: {each.measure!r} is no measure{hint}")
+        for axis, values in (*each.times.items(), *each.only.items()):
+            _check_known(f"{where}: {axis}", values, axes.get(axis, ()))
         for axis, value in (*each.against.items(), *each.level_of.items()):
             if value not in (*axes.get(axis, ()), LEAST):
                 raise UsageError(f"{where}: {axis}: {value}: no axis has this value")

@@ -19,12 +19,10 @@ from kfac_bench.benchmark import grid, run_end
 from kfac_bench.benchmark.grid import Cell, WorkSession
 from kfac_bench.benchmark.schema import Tuning
 from kfac_bench.errors import UsageError
-from kfac_bench.record import own_files, score
+from kfac_bench.record import score
 from kfac_bench.record.runs import Run, load, number, plain
 
 T = TypeVar("T")
-PATIENCE_S = 60.0
-"""Seconds to wait for a run that outlives a killed command. The run saves and ends by itself."""
 
 
 def shown_s(time_s: float) -> str:
@@ -201,7 +199,7 @@ class TrialRunner:
         path, task, began = cell.path(), cell.point.get("task", ""), time.monotonic()
         is_new = run_end.outcome(path) is None
         if is_new:
-            wait_until_free(path)
+            run_end.wait_until_free(path)
             self.session.begin(task, turn)
             self._train(cell)
         self.session.keep(kind, path, cell.point, cell.seed, settings)
@@ -237,19 +235,3 @@ def take_turns(names: Iterable[T], run_next: Callable[[T], bool]) -> None:
         # A list, because any() alone would leave out optimizers after the first that has run.
         turn = [run_next(name) for name in every]
         has_run = any(turn)
-
-
-def wait_until_free(directory: Path) -> None:
-    """Wait until no process writes to a run directory.
-
-    Raises:
-        UsageError: A process still writes to it after a minute.
-    """
-    deadline = time.monotonic() + PATIENCE_S
-    while own_files.is_locked(directory):
-        if time.monotonic() >= deadline:
-            raise UsageError(
-                f"{directory}: a process of an earlier command still trains here. End that "
-                "process; the same command then continues"
-            )
-        time.sleep(own_files.POLL_S)

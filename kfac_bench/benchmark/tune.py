@@ -139,7 +139,10 @@ def _can_tune(benchmark: Benchmark) -> bool:
 def _searches(
     benchmark: Benchmark, tuning: Tuning, only: str, say: Callable[[str], None]
 ) -> list[Search]:
-    names = {schema.fill_in(tuning.experiment, p): p for p in schema.points(benchmark)}
+    points = [*schema.points(benchmark)]
+    names = {schema.fill_in(tuning.experiment, p): p for p in points}
+    if len(names) < len(points):
+        raise UsageError("tuning: experiment: needs the name of each axis in braces")
     chosen = [Search(name, p) for name, p in names.items() if name.startswith(only)]
     if not chosen:
         raise UsageError(
@@ -198,7 +201,8 @@ class TuningRuns:
 
     def _words(self, point: Mapping[str, str], settings: Mapping[str, Any], seed: int) -> list[str]:
         texts = [*self._tuning.overrides]
-        for axis, value in point.items():
+        for axis in [*point, *grid.joined_axes(self._benchmark, BenchmarkProfile())]:
+            value = " ".join(point[each] for each in axis.split(" "))
             texts += grid.options_of_value(self._benchmark, BenchmarkProfile(), axis, value)
         own = [f"seed={seed}", path_word("runs_dir", self._runs_dir)]
         return [*(schema.fill_in(t, point) for t in texts), *overrides_of(settings), *own]
@@ -268,13 +272,13 @@ def tables(benchmark: Benchmark, searches: Sequence[Search]) -> list[Table]:
         optimizer = search.point["optimizer"]
         name = tuning.labels.get(optimizer, optimizer)
         task = " ".join(v for k, v in search.point.items() if k != "optimizer")
-        middle, low, high = score.bootstrap_median(search.times_s)
+        middle, low, high = score.median_with_interval(search.times_s)
         times.setdefault(task, {})[name] = middle
         rows.append([task, name, middle, low, high, search.reached])
     columns = ("task", "optimizer", "seconds to target", "low", "high", "trials that reached it")
     note = (
         f"Median over {len(tuning.seeds)} studies of {tuning.trials} trials; the result of a study "
-        "is its fastest trial. 95 % bootstrap interval. A trial stops when it cannot win any more"
+        "is its fastest trial. 95 % interval. A trial stops when it cannot win any more"
     )
     results = [Table(f"Tuning: {benchmark.title}", columns, rows, [note])]
     if len(times) > 1:

@@ -101,7 +101,7 @@ def verdict_tables(rows: Sequence[BenchmarkRow]) -> list[Table]:
 
 _NOTE = (
     "Over seeds, with a 95 % interval in brackets: of a difference the mean of the seeds' "
-    "differences (t interval), of every other number the median (bootstrap). A claim is supported "
+    "differences (t interval), of every other number the median. A claim is supported "
     "if each interval is within its limit, and not supported if one interval is outside. "
     f"A median of fewer than {FEWEST_SEEDS} seeds decides nothing"
 )

@@ -35,7 +35,6 @@ from kfac_bench.record.runs import (
     target,
 )
 
-RESAMPLES = 10_000
 CONFIDENCE = 0.95
 
 
@@ -160,26 +159,25 @@ def mean_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def bootstrap_median(values: Sequence[float]) -> tuple[float, float, float]:
+def median_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the median and the ends of its 95 % interval: (median, low, high).
 
-    The interval comes from the percentiles of a bootstrap whose resamples are the same each time.
-    A miss is infinite, and an end of the interval may be infinite too. The interval of five or
-    fewer values is their range, because no narrower one holds 95 % of the resampled medians.
+    The ends are values: the same number is left out below and above, so that the interval holds
+    the true median with at least 95 %, whatever the distribution is (David and Nagaraja, Order
+    Statistics, section 7.1). The interval of five or fewer values is their range, which holds it
+    with less. A miss is infinite, and so may be an end.
 
     Raises:
         ValueError: There are no values, or one is NaN.
     """
-    numbers = np.array(values, dtype=np.float64)
-    if not len(numbers) or np.isnan(numbers).any():
+    if not len(values) or any(map(math.isnan, values)):
         raise ValueError(f"a median needs one number or more, and no NaN: {list(values)}")
-    draws = np.random.default_rng(0).integers(len(numbers), size=(RESAMPLES, len(numbers)))
-    # No interpolation between two values, because between infinities it would give NaN.
-    medians = np.sort(np.median(numbers[draws], axis=1))
-    # The ends are resampled medians themselves, at the percentiles 2.5 and 97.5.
-    tail = (1 - CONFIDENCE) / 2
-    low, high = (medians[int(share * (RESAMPLES - 1))] for share in (tail, 1 - tail))
-    return float(np.median(numbers)), float(low), float(high)
+    ordered, count = sorted(map(float, values)), len(values)
+    # The true median is below the value at this index if fewer values than that are below it.
+    index, below = 0, 0.5**count
+    while (below := below + math.comb(count, index + 1) * 0.5**count) <= (1 - CONFIDENCE) / 2:
+        index += 1
+    return statistics.median(ordered), ordered[index], ordered[-1 - index]
 
 
 def median_run(setting: Setting) -> Run:

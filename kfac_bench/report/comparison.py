@@ -132,9 +132,13 @@ class EqualWork:
 def equal_work(settings: Sequence[Setting]) -> list[EqualWork]:
     """Return the metric of one task's settings after the time and after the steps that all have.
 
-    Empty if a run was never evaluated. A time or a number of steps is left out if a run was
-    evaluated only later: it began at a checkpoint of another run.
+    Empty if a run was never evaluated, or diverged: the comparison would end just before. A time
+    or a number of steps is left out if a run was evaluated only later: it began at a checkpoint of
+    another run.
     """
+    runs = [run for s in settings for run in s.runs]
+    if not all(math.isfinite(score.final_metric(run)) for run in runs):
+        return []
     curves = [[score.points(run, metric=True) for run in s.runs] for s in settings]
     if not all(curve for runs in curves for curve in runs):
         return []

@@ -7,7 +7,7 @@ function rankOf(cell) {
   const key = cell.dataset.key;
   if (key === undefined) return [1, cell.textContent.trim()];
   if (key === "none") return [3, 0];
-  return key === "inf" ? [2, 0] : [0, Number(key)];
+  return /^-?inf$/.test(key) ? [2, 0] : [0, Number(key)];
 }
 
 function compareCells(one, other, sign) {

@@ -70,7 +70,9 @@ def escape_markdown(words: str) -> str:
     """Escape every character that would end a table cell or start markup."""
     # A line break would end the table, and GitHub reads tags and entities inside of cells.
     one_line = " ".join(words.split())
-    return re.sub(r"([\\`*\[\]|])", r"\\\1", one_line.replace("&", "&amp;").replace("<", "&lt;"))
+    escaped = one_line.replace("&", "&amp;").replace("<", "&lt;")
+    escaped = re.sub(r"([\\`*~\[\]|])", r"\\\1", escaped)
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\_", escaped)  # inside of a word it is no markup
 
 
 def _is_number(value: Value) -> bool:

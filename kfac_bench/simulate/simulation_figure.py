@@ -122,10 +122,12 @@ lie on one another could not be told apart."""
 def svg(cells: Sequence[SimulatedCell], title: str, examples: int | None = None) -> str:
     """Draw the figure; equal cells give equal bytes. An epoch has ``examples``, if known.
 
-    A strategy with three fractions or more gets a third panel, which compares its fractions.
+    The first strategy with three fractions or more gets a third panel, which compares its
+    fractions. It has no lines in the other panels, unless it is the only one.
     """
     swept = fractions(cells)
-    whole = [cell for cell in cells if cell not in swept]
+    swept = [cell for cell in swept if cell.variant.strategy == swept[0].variant.strategy]
+    whole = [cell for cell in cells if cell not in swept] or [*cells]
     count = 3 if swept else 2
     with our_look():
         figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN * count), layout="constrained")

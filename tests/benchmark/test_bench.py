@@ -13,6 +13,7 @@ from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.config import compose, conf_files
 from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
+from kfac_bench.record import own_files
 from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import Evaluated, RunEnded, RunStarted, TargetReached
 from tests.support.configs import quick_load
@@ -112,6 +113,21 @@ def test_given_seeds_replace_those_of_the_benchmark():
     assert grid.cells(small(), "r", [7])[0].label == "resnet sgd seed 7"
     assert len(grid.cells(DEMO, "r")) == 2 * 3 * 3
     assert len(grid.cells(DEMO, "r", [0])) == 6
+
+
+def test_seeds_of_the_tuning_are_refused():
+    with pytest.raises(UsageError, match="--seeds 100: the tuning chose the settings with this"):
+        suite.row("demo", None, seeds=[0, 100])
+
+
+def test_a_cell_waits_for_the_process_of_an_earlier_command(tmp_path, monkeypatch):
+    """Its refusal to share the run directory would count as a missed target."""
+    monkeypatch.setattr(run_end, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(own_files, "is_locked", lambda folder: True)
+    cell = grid.cells(small(), str(tmp_path), [0])[0]
+    with pytest.raises(UsageError, match="a process of an earlier command still trains here"):
+        grid.run_cell(cell)
+    assert run_end.failure(cell.path()) is None
 
 
 @pytest.mark.parametrize("name", ["no_such", "", "../train"])

@@ -4,6 +4,8 @@ import math
 import re
 from dataclasses import replace
 
+from matplotlib.figure import Figure
+
 from kfac_bench.benchmark import figure
 from kfac_bench.benchmark.figure_finding import figure_finding
 from kfac_bench.benchmark.result import Line, Measured
@@ -150,6 +152,13 @@ def test_misses_are_drawn_in_lines_and_open_intervals_on_bars():
         (ROW, [SGD, KFAC], arrow, False),
     ):
         assert bool(re.search(sign, figure.svg(row, each))) is is_drawn, (sign, is_drawn)
+
+
+def test_a_cut_axis_shows_whole_intervals():
+    axes = Figure().subplots()
+    figure._scale(axes, [88.4, 88.0], [80.0, 91.0])
+    low, high = axes.get_ylim()
+    assert 0 < low < 80 < 91 < high
 
 
 def test_the_figure_has_the_finding_and_the_subject():

@@ -149,6 +149,12 @@ def test_a_file_whose_numbers_would_be_wrong_is_refused(quantity, check, fragmen
 @pytest.mark.parametrize(
     ("part", "fragment"),
     [
+        ({"each": {"optimizer": {"adma": ["optimizer=adam"]}}}, "each: optimizer: adma: choose of"),
+        ({"each": {"optimizer bach": {}}}, "each: bach: choose of optimizer, batch"),
+        (
+            {"quantities": {"x": Quantity("final", times={"batch": {"65": 2}})}, "claims": []},
+            "quantities: x: batch: 65: choose of 64, 256",
+        ),
         ({"matrix": MatrixSpec(["acc"], "optimizer", "batch")}, "matrix: quantities: acc: choose"),
         ({"matrix": MatrixSpec(["less"], "optimiser", "batch")}, "matrix: optimiser: choose of op"),
         ({"figure": FigureSpec(["less"], "batches", "optimizer")}, "figure: batches: choose of op"),
@@ -214,6 +220,28 @@ def test_a_computed_cell_has_a_column_of_its_own(row):
         "quantity",
         "computed",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "fragment"),
+    [
+        ("simulate", ["hardware=longhorn_v100", "model=resnet50"], "needs the word 'ranks'"),
+        ("plan", ["model=resnet8", "examples=many"], "invalid literal for int"),
+    ],
+)
+def test_wrong_words_of_computed_cells_are_a_failed_cell(tmp_path, kind, words, fragment):
+    part = Computed(kind, {"optimizer": ["K-FAC"]}, words)
+    (cell,) = computed.cells(replace(ROW, computed=[part]), str(tmp_path))
+    is_good, text = cell.run()
+    assert not is_good
+    assert fragment in text
+
+
+def test_unknown_hardware_of_computed_cells_is_refused(tmp_path):
+    part = Computed("plan", {"optimizer": ["K-FAC"]}, ["model=resnet8", "hardware=none"])
+    (cell,) = computed.cells(replace(ROW, computed=[part]), str(tmp_path))
+    with pytest.raises(UsageError, match=r"hardware=none: conf/hardware has no such file"):
+        cell.path()
 
 
 def test_two_computed_parts_share_a_point(row, tmp_path):

@@ -144,6 +144,13 @@ def test_without_a_target_the_finding_compares_equal_work(tmp_path: Path) -> Non
     assert finding(report.compare([tmp_path]).settings) == ""
 
 
+def test_equal_work_with_a_run_that_diverged_is_not_compared(tmp_path: Path) -> None:
+    """The comparison would end just before, where K-FAC still was the best."""
+    write_run(tmp_path / "kfac", kfac=True, target=None, shares=(0.5, 0.9, math.nan))
+    write_run(tmp_path / "sgd", target=None, shares=(0.1, 0.2, 0.95))
+    assert finding(report.compare([tmp_path]).settings) == ""
+
+
 def test_the_finding_needs_a_rival_and_seeds_that_agree(tmp_path: Path) -> None:
     write_run(tmp_path / "a" / "kfac", kfac=True)
     assert finding(report.compare([tmp_path / "a"]).settings) == ""

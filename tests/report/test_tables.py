@@ -1,6 +1,6 @@
 """Tables of results as Markdown."""
 
-from kfac_bench.report.tables import Link, Table
+from kfac_bench.report.tables import Link, Table, escape_markdown
 
 
 def test_a_table_as_markdown():
@@ -17,6 +17,12 @@ def test_a_table_as_markdown():
         "| [x\\|y](<runs/a b>) | 1.235 | a \\*b\\* |\n"
         "| &lt;b> | inf | \u2013 |\n\n"
         "* one line\n"
+    )
+
+
+def test_marks_inside_of_words_stay():
+    assert escape_markdown("batch_size __init__ _x_ ~~y~~") == (
+        r"batch_size \_\_init\_\_ \_x\_ \~\~y\~\~"
     )
 
 

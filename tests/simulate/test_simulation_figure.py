@@ -81,6 +81,13 @@ def test_the_figure_has_its_findings_and_a_label_for_each_line():
     assert "100 % is the speed per rank at 1 rank" in svg
 
 
+def test_no_strategy_with_fractions_gets_lost():
+    others = [replace(c, variant=Variant("owner_reduce", c.variant.fraction)) for c in SWEPT]
+    assert "owner_reduce@1/8" in simulation_figure.svg([*SWEPT, *others], "a model")
+    alone = simulation_figure.svg(SWEPT, "a model")
+    assert alone.count("hybrid_opt@1/8") >= 2, "panels without a line"
+
+
 def test_strategies_that_take_the_same_time_share_a_line():
     alike = [cell("layer_wise", 1, 100.0), cell("layer_wise", 1024, 690.0)]
     lines = [

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kfac_bench.benchmark.trials import wait_until_free
+from kfac_bench.benchmark.run_end import wait_until_free
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
 from kfac_bench.record import own_files

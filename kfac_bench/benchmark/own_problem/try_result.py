@@ -1,6 +1,6 @@
 """The results of a study of ``kfac-bench try`` on fresh seeds, and the winner among them.
 
-One optimizer counts as faster than another only if the 95 % intervals of their median times do not
+One optimizer counts as faster than another only if the intervals of their median times do not
 overlap, over at least :data:`LEAST_SEEDS` seeds.
 """
 
@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kfac_bench.record.score import bootstrap_median
+from kfac_bench.record.score import median_with_interval
 
 LEAST_SEEDS = 3
 """With fewer seeds nothing is shown: their ranges are too narrow."""
@@ -47,12 +47,12 @@ class Finalist:
     @property
     def times_s(self) -> tuple[float, float, float]:
         """Median and interval of the seconds to target."""
-        return bootstrap_median([run.time_s for run in self.runs])
+        return median_with_interval([run.time_s for run in self.runs])
 
     @property
     def least_s(self) -> float:
         """The low end of the interval, if each miss had reached the target just after its limit."""
-        return bootstrap_median([min(run.time_s, self.limit_s) for run in self.runs])[1]
+        return median_with_interval([min(run.time_s, self.limit_s) for run in self.runs])[1]
 
     @property
     def reached(self) -> int:

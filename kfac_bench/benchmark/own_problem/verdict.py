@@ -273,6 +273,11 @@ def _cautions(result: TryResult) -> list[str]:
     finished = min(len(f.runs) for f in result.finalists)
     if LEAST_SEEDS <= finished < result.seeds:
         lines.append(f"Only {finished} of {result.seeds} seeds fit into the budget.")
+    if finished == LEAST_SEEDS:
+        lines.append(
+            "Three seeds show little: if seven optimizers were equal, one would look faster than "
+            "AdamW in one of five studies."
+        )
     if result.is_own_target:
         lines.append(
             "The problem has no target. So this one was fixed before tuning: AdamW's default "

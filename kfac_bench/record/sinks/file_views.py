@@ -62,10 +62,11 @@ class CsvSink(FileView):
         rows = [row for event in events if (row := metrics_of(event))]
         self._names = list(dict.fromkeys([*AXES, *(name for row in rows for name in row)]))
         path = self._run.directory / self.name
-        write_own(path, (",".join(self._names) + "\n" + self._text(rows)).encode())
+        header = {name: name for name in self._names}
+        write_own(path, self._text([header, *rows]).encode())
         self._file = path.open("a", newline="")
 
-    def _text(self, rows: Sequence[dict[str, float]]) -> str:
+    def _text(self, rows: Sequence[Mapping[str, float | str]]) -> str:
         text = io.StringIO()
         csv.DictWriter(text, self._names, lineterminator="\n").writerows(rows)
         return text.getvalue()

@@ -40,6 +40,11 @@ def test_each_event_is_a_row_and_each_metric_a_column(tmp_path):
     assert [row.get("eval/accuracy") for row in check(tmp_path)] == [None, None, 0.5]
 
 
+def test_a_name_with_a_comma_is_one_column(tmp_path):
+    emit(tmp_path, STARTED, Evaluated(1, 0.5, 0.25, {"error, in %": 3.0}))
+    assert [row["eval/error, in %"] for row in check(tmp_path)] == [3.0]
+
+
 def test_a_resume_removes_the_rows_that_it_made_void(tmp_path):
     emit(tmp_path, STARTED, trained(1), trained(2), evaluated(2, 0.5), trained(3, loss=3.0))
     with (tmp_path / "metrics.csv").open("a") as file:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE, Checkpointed, RunEnded, read
-from kfac_bench.record.score import bootstrap_median
+from kfac_bench.record.score import median_with_interval
 from kfac_bench.report.tables import Table, Value
 from tests.reliability.faults.launch import FORKS
 
@@ -67,7 +67,7 @@ def table(
         UsageError: If a run fails.
     """
     measured = {name: _measure(name, own, pairs, say) for name, own in experiments.items()}
-    costs = [bootstrap_median(_more(each, "cpu_s")) for each in measured.values()]
+    costs = [median_with_interval(_more(each, "cpu_s")) for each in measured.values()]
     below, surely = (sum(cost[i] < GOAL for cost in costs) for i in (0, 2))
     columns = ["smoke run", "steps", "checkpoints"]
     for clock in CLOCKS.values():
@@ -115,10 +115,10 @@ def _row(name: str, pairs: Sequence[Pair]) -> list[Value]:
     first = pairs[0][0]
     row: list[Value] = [name, first.steps, first.checkpoints]
     for clock in CLOCKS:
-        row.append(bootstrap_median([getattr(without, clock) for _, without in pairs])[0])
-        median, low, high = bootstrap_median(_more(pairs, clock))
+        row.append(median_with_interval([getattr(without, clock) for _, without in pairs])[0])
+        median, low, high = median_with_interval(_more(pairs, clock))
         row.append(f"{median:+.2%} ({low:+.2%} to {high:+.2%})")
-    recorded = bootstrap_median([with_.recorded_s / with_.cpu_s for with_, _ in pairs])[0]
+    recorded = median_with_interval([with_.recorded_s / with_.cpu_s for with_, _ in pairs])[0]
     return [*row, f"{recorded:.2%}"]
 
 
