@@ -77,9 +77,9 @@ class WholeGradients:
     def weight_squares(self) -> Tensor:
         """Return the square of the norm of the weights of each of :attr:`names`, [names]."""
         reached = [layer for layer in self._layers if layer.name in self.whole]
-        # The projections of attention are parts of one weight.
-        weights = [layer.weight.detach()[layer.part] for layer in reached]
-        biases = [layer.bias.detach()[layer.part] for layer in reached if layer.bias is not None]
+        # The projections of attention are parts of one weight. FSDP2 on one process has DTensors.
+        weights = [local(layer.weight.detach())[layer.part] for layer in reached]
+        biases = [local(x.bias.detach())[x.part] for x in reached if x.bias is not None]
         norms = torch._foreach_norm(weights + biases)
         # The square of a norm in float16 soon overflows.
         each = iter(n.to(self._device, torch.promote_types(n.dtype, torch.float32)) for n in norms)
@@ -167,12 +167,15 @@ class ShardedGradients:
         Where several ranks hold one block, each adds a share of its value, so that the sum over
         ranks is right.
         """
-        for whole, held, part in self._blocks(name, matrix):
-            # The part is written through ``whole``, which must therefore be a view of the matrix.
-            assert whole.untyped_storage().data_ptr() == matrix.untyped_storage().data_ptr()
+        layer, blocks = self._layers[name], [*self._blocks(name, matrix)]
+        for whole, held, part in blocks:
             if held.grad is not None:
-                there, here = part.within(self._layers[name].part)
+                there, here = part.within(layer.part)
                 whole[there] = local(held.grad)[here] * part.share
+        weight, *bias = (whole for whole, _, _ in blocks)
+        if weight.untyped_storage().data_ptr() != matrix.untyped_storage().data_ptr():
+            # A grouped transposed convolution has copies here, not views of the matrix.
+            matrix.copy_(layer.to_matrix(weight, bias[0] if bias else None))
 
     def keep(self, specs: Sequence[LayerSpec]) -> None:
         """Reduce whole preconditioned gradients to this rank's parts, which frees their memory."""

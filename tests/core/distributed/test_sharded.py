@@ -402,6 +402,34 @@ def test_unsupported_options_are_an_error_on_every_rank(kind, world):
 # other Fishers, adaptive damping, state
 
 
+def alone_on_rank():
+    model = fully_shard(tiny_model(), mesh=world_mesh())
+    kfac = make_kfac(model, sgd(model), {}, trust_ratio=0.1, grafting=True)
+    train_step(model, kfac, sgd(model), *batch(0))
+    plain = tiny_model()
+    reference = make_kfac(plain, sgd(plain), {}, trust_ratio=0.1, grafting=True)
+    train_step(plain, reference, sgd(plain), *batch(0))
+    assert_close([full(w) for w in weights_of(model)], weights_of(plain))
+
+
+def test_fsdp2_on_one_rank_limits_the_step():
+    run_ranks(1, alone_on_rank)
+
+
+def upsampling():
+    torch.manual_seed(0)
+    layers = nn.ConvTranspose2d(1, 4, 2), nn.Tanh(), nn.ConvTranspose2d(4, 6, 3, groups=2)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(486, 3))
+
+
+def upsampling_on_rank():
+    compare(shard(upsampling(), world_mesh()), upsampling, batch, {}, "mem_opt")
+
+
+def test_fsdp2_with_grouped_transposed_convolutions_equals_one_process():
+    run_ranks(2, upsampling_on_rank)
+
+
 def fisher_on_rank(options):
     compare(shard(tiny_model(), world_mesh()), tiny_model, batch, options, "mem_opt")
 
