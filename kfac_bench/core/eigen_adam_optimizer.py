@@ -3,7 +3,7 @@
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Unpack, cast
 
@@ -32,8 +32,8 @@ class _Cover:
     """The coverage that a parameter belongs to. Weak references: an entry must not keep its key."""
 
     owner: "Coverage"
-    weight: TensorWeakRef
-    """The weight of the parameter's layer."""
+    weight: TensorWeakRef | None
+    """The weight of the parameter's layer. None: the KFAC has left the layer to the optimizer."""
 
 
 class StateOfKFAC(Protocol):
@@ -81,14 +81,19 @@ class Coverage:
 
     def remove(self) -> None:
         """Give up the parameters, but not those that another KFAC covers by now."""
-        self.leave(reference() for reference in self._params)
+        for p in self._own(reference() for reference in self._params):
+            del _COVERED[p]
 
     def leave(self, params: Iterable[Tensor | None]) -> None:
-        """Give up some parameters: the optimizer trains them as AdamW."""
+        """Leave some parameters to the optimizer, which trains them as AdamW."""
+        for p in self._own(params):
+            _COVERED[p] = _Cover(self, None)
+
+    def _own(self, params: Iterable[Tensor | None]) -> Iterator[Tensor]:
         for p in params:
             cover = None if p is None else _COVERED.get(p)
             if p is not None and cover is not None and cover.owner is self:
-                del _COVERED[p]
+                yield p
 
 
 def _has_direction(p: Tensor) -> bool:
@@ -97,7 +102,7 @@ def _has_direction(p: Tensor) -> bool:
     KFAC leaves a layer as it is if its weight has no gradient, because the weight is frozen.
     """
     cover = _COVERED.get(p)
-    if cover is None or p.grad is None:
+    if cover is None or cover.weight is None or p.grad is None:
         return False
     weight = cover.weight()
     return weight is not None and weight.grad is not None

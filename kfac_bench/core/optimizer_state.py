@@ -91,9 +91,10 @@ class OptimizerState:
 
     def _packed(self, *, shard: bool) -> dict[str, Entries]:
         now = state.layers_state(self._run, shard=shard) if self.steps else {}
-        has_pending = self._run.background is not None
+        has_pending, left = self._run.background is not None, self._run.gradients.left
         return {
             name: _pack(empty, now.get(name, {}), has_pending=has_pending)
+            | {"left": int(name in left)}
             for name, empty in state.empty_layers(self._run).items()
         }
 
@@ -140,6 +141,7 @@ class OptimizerState:
         if kfac is None:
             return
         layers: state.LayersState = {}
+        left: list[str] = []
         steps: list[Any] = []
         seen = dict.fromkeys(saved, 0)
         for name, layer in self._run.layers.items():
@@ -151,11 +153,13 @@ class OptimizerState:
             steps.append(entries.get("steps"))
             if found is not None:
                 layers[name] = _unpack(name, found)
+                if layers[name].pop("left", False):
+                    left.append(name)
         if any(each != steps[0] for each in steps):
             raise ValueError(
                 "EigenAdam: the parameters have states of different steps; load one state"
             )
-        kfac.load_state_dict({"steps": steps[0] if steps else 0, "layers": layers})
+        kfac.load_state_dict({"steps": steps[0] if steps else 0, "layers": layers, "left": left})
 
 
 def _leaves(entries: Entries, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -199,6 +203,9 @@ def _unpack(name: str, packed: Any) -> dict[str, Any]:
         for key, entry in packed.items():
             if key == "adam":
                 entries |= {key: dict(entry)} if entry["steps"] else {}
+                continue
+            if key == "left":  # states of older versions lack it
+                entries[key] = bool(entry)
                 continue
             made = {"factor": entry["factor"], "weight": entry["weight"]}
             if entry["is_decomposed"]:

@@ -107,6 +107,46 @@ def load(folder, model, optimizer, options=None):
     set_optimizer_state_dict(model, optimizer, states["optimizer"], options=options)
 
 
+class Doubled(nn.Linear):
+    """More than a linear map, so that K-FAC leaves the layer to the optimizer."""
+
+    def forward(self, x):
+        return super().forward(x) + F.linear(x.roll(1, 0), self.weight)
+
+
+def doubled(*linear):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), linear[0](16, 6), nn.Tanh(), linear[1](6, 4))
+
+
+@pytest.mark.filterwarnings("ignore:K-FAC")
+def test_layers_that_were_left_to_the_optimizer_stay_left():
+    seldom = {"update_freq": 4, "factor_update_freq": 4}  # no check follows the resume
+    model = doubled(Doubled, nn.Linear)
+    optimizer = eigen_adam(model, kfac=seldom)
+    train(model, optimizer, range(6))
+    assert optimizer.preconditioner.state_dict()["left"] == ["1"]
+    state = through_a_file(optimizer.state_dict())
+    other = doubled(Doubled, nn.Linear)
+    other.load_state_dict(model.state_dict())
+    loaded = eigen_adam(other, kfac=seldom)
+    loaded.load_state_dict(state)
+    for each, its in ((model, optimizer), (other, loaded)):
+        train(each, its, range(6, 8))
+    assert_same(weights(other), weights(model))
+
+
+@pytest.mark.filterwarnings("ignore:K-FAC")
+def test_a_model_whose_layers_are_all_left_is_trained_by_adamw():
+    model = doubled(Doubled, Doubled)
+    optimizer = eigen_adam(model, kfac=OFTEN)
+    train(model, optimizer, range(6))
+    assert optimizer.preconditioner.state_dict()["left"] == ["1", "3"]
+    optimizer.preconditioner.detach()
+    with pytest.raises(RuntimeError, match="has no KFAC"):
+        train(model, optimizer, range(1))
+
+
 @pytest.mark.parametrize("make", [Net, Attentive])
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("background", [False, True])
