@@ -96,7 +96,8 @@ class KFACOptions(TypedDict, total=False):
             is_compared=True,
             meaning="send statistics while backward runs; this does not change the results",
             details="""
-                Results are the same, bit by bit. Try True if messages take long. With gradient
+                Results are the same, bit by bit. Try True if messages take long. With
+                ``state_dtype`` in half precision nothing is sent before :meth:`step`. With gradient
                 accumulation, run all backwards of a step but the last inside :meth:`accumulate`
                 (or inside DistributedDataParallel's ``no_sync``, if ``model`` is its wrapper).
                 """,

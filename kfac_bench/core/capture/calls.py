@@ -82,8 +82,10 @@ class SeenCall:
         """Let go of the input after a backward that has freed the graph.
 
         The graph itself lives on while the script keeps the loss, often until the next forward.
+        With create_graph=True a use of the layer in its own backward still reads the input.
         """
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not keeps_graph and not torch.is_grad_enabled():
             self.x = None
 
 

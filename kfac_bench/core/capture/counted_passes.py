@@ -179,17 +179,35 @@ class EarlySender:
         self._moments = moments
         self._on_complete, self._on_void, self._is_last = on_complete, on_void, is_last
         self._pending: Counter[str] = Counter()  # uses without gradient yet, by layer
+        # Forwards of which a gradient has come, and expected ones of which none has come. Moments
+        # know the examples of a forward only from its gradients.
+        self._known: set[int] = set()
+        self._unknown: set[int] = set()
+        self._ready: list[str] = []  # complete layers that wait for unknown forwards
         self._complete: dict[str, Collected | None] = {}
         self._has_begun = self._is_void = False
 
-    def expect(self, name: str) -> None:
-        """Wait for the gradient of a further use of a layer."""
+    def expect(self, name: str, forward: int) -> None:
+        """Wait for the gradient of a further use of a layer, in the forward with this number."""
         self._pending[name] += 1
+        if forward not in self._known:
+            self._unknown.add(forward)
 
-    def arrived(self, name: str) -> None:
-        """Count a gradient that :meth:`expect` announced. Send the layer if it is complete."""
+    def arrived(self, name: str, forward: int) -> None:
+        """Count a gradient that :meth:`expect` announced. Send layers that are complete now.
+
+        Nothing is sent before each forward has a gradient: a statistic of G counts the examples of
+        all forwards of the backward, also of those that do not use the layer.
+        """
+        self._known.add(forward)
+        self._unknown.discard(forward)
         self._pending[name] -= 1
-        self.finish([] if self._pending[name] else [name])
+        if not self._pending[name]:
+            self._ready.append(name)
+        ready = []
+        if not self._unknown:
+            ready, self._ready = [n for n in self._ready if not self._pending[n]], []
+        self.finish(ready)
 
     def finish(self, names: Iterable[str]) -> None:
         """Send complete layers, unless more backwards will follow."""
@@ -232,6 +250,9 @@ class EarlySender:
         """Return the moments that were sent since the last call, and start again."""
         complete, self._complete = self._complete, {}
         self._pending.clear()
+        self._known.clear()
+        self._unknown.clear()
+        self._ready.clear()
         self._has_begun = self._is_void = False
         return complete
 

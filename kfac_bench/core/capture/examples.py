@@ -27,6 +27,8 @@ class Examples:
     * If attention or a recurrent module gets this tensor with the time first
       (``batch_first=False``), its second dimension counts. If both dimensions are equal, their
       order is unknown, and the first counts.
+    * If attention or a recurrent module gets another tensor with the time first, whose second
+      dimension has as many examples, the model has moved the time there itself.
     * If a convolution, attention or a recurrent module gets it without a batch, it is one example.
     * A list of tensors is not read. Detection gives pictures as a list, and its heads have losses
       that are means over boxes, so the boxes that a head gets are right there.
@@ -62,9 +64,13 @@ class Examples:
     ) -> None:
         """Note the input of a module with ``batch_first``."""
         x = next(_tensors((args, kwargs)), None)
-        if not isinstance(x, Tensor) or x.is_nested or x.shape[:2] != self.shape[:2]:
+        if not isinstance(x, Tensor) or x.is_nested:
             return
-        if x.ndim == 2:
+        if x.shape[:2] != self.shape[:2]:
+            # The model has perhaps moved the time to the front itself.
+            is_moved = x.ndim == 3 and not module.batch_first
+            self._is_time_first |= is_moved and x.shape[1] == self.count != len(x)
+        elif x.ndim == 2:
             self.note_single(x)
         elif not module.batch_first and self.shape[0] != self.shape[1]:
             self._is_time_first, self.count = True, self.shape[1]

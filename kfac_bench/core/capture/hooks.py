@@ -274,15 +274,19 @@ class Capture:
             return
         if repeated_in != OUTSIDE:
             examples = self._examples.get(forward)
+        # Non-reentrant checkpointing repeats a call inside backward for its tensors alone, and no
+        # gradient comes for that call.
+        is_new = torch._C._current_graph_task_id() == OUTSIDE
         for call in calls:
             self._calls += 1
             origin = layer, call.x, call.prepare, forward, examples, repeated_in, weight_node
             seen = SeenCall(*origin, number=self._calls, family=self._calls)
-            if repeated_in == OUTSIDE:
+            if is_new:
                 self._count_use(layer.name, forward)
             undo = self._watch(seen, call.edge)
-            if self.sender is not None and not self._sampled:
-                self.sender.expect(layer.name)
+            has_gradient = is_new or repeated_in != OUTSIDE
+            if self.sender is not None and has_gradient and not self._sampled:
+                self.sender.expect(layer.name, forward)
             if examples is not None and examples.count is not None:
                 if layer.is_single(call.x):
                     examples.note_single(call.x)
@@ -325,7 +329,7 @@ class Capture:
             self._derived.add(seen.family)
             self._watch(use, get_gradient_edge(with_graph[0]))
             if self.sender is not None and not self._sampled:
-                self.sender.expect(seen.layer.name)
+                self.sender.expect(seen.layer.name, seen.forward)
 
     def _leave_out(self, layer: Layer, why: str, remedy: str) -> None:
         if self.identity is not None:
@@ -360,12 +364,14 @@ class Capture:
                 self._assigned.ignore(seen.layer)
             self._add(seen, g, (seen.forward, backward))
             if self.sender is not None:
-                self.sender.arrived(seen.layer.name)
+                self.sender.arrived(seen.layer.name, seen.forward)
         elif (
             self._assigned is not None
             and seen.use is Use.CALL
             and not self.passes.paused
             and is_returned(seen.weight_node)
+            # With is_grads_batched=True the gradients are several, and no .grad can be all of them.
+            and not torch._C._functorch.is_legacy_batchedtensor(g)
         ):
             self._add(seen, g, (seen.forward, backward), is_returned=True)
 

@@ -77,6 +77,12 @@ def gradient_of_weights(model, kfac):
     torch.autograd.grad(loss, list(model.parameters()))
 
 
+def batched_gradient_of_weights(model, kfac):
+    loss, _ = loss_with_input(model)
+    seeds = torch.ones(2, dtype=loss.dtype)
+    torch.autograd.grad(loss, list(model.parameters()), seeds, is_grads_batched=True)
+
+
 def functional_gradient(model, kfac):
     x, y = batch(50)
     weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -125,6 +131,7 @@ OTHER_PASSES = {
         gradient_of_inputs,
         gradient_of_biases,
         gradient_of_weights,
+        batched_gradient_of_weights,
         functional_gradient,
         frozen,
         evaluation,

@@ -233,6 +233,22 @@ def test_what_no_hook_sees_is_named():
         kfac.step()
 
 
+def test_a_first_backward_that_frees_its_graph():
+    results = []
+    for retain_graph in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        kfac = kfac_of(model)
+        x = points().requires_grad_()
+        (made,) = torch.autograd.grad(
+            model(x).sum(), x, create_graph=True, retain_graph=retain_graph
+        )
+        loss_of(made).backward()
+        kfac.step()
+        results.append({"f": factors_of(kfac), "g": grads_of(model)})
+    assert_same(*results)
+
+
 def test_an_inner_gradient_that_the_loss_does_not_use_changes_nothing():
     results = []
     for has_inner in (False, True):

@@ -183,6 +183,21 @@ def test_time_first_gives_the_same_as_batch_first(sizes, options):
     assert_same(step(one, x.T, sizes, 1, **options), step(other, x, **options))
 
 
+class Moving(Sequences):
+    """Gets the batch first, and moves the time to the front itself."""
+
+    def forward(self, x):
+        h = (self.tokens(x) + self.positions(torch.arange(T))).transpose(0, 1)
+        return self.head(self.rnn(self.block(h))[0])
+
+
+@WAYS
+def test_time_that_the_model_moves_gives_the_same_as_batch_first(options):
+    one, other, x = Moving(False), Sequences(True), torch.randint(9, (N, T))
+    other.load_state_dict(one.state_dict())
+    assert_same(step(one, x, **options), step(other, x, **options))
+
+
 class Experts(nn.Module):
     """A mixture whose experts get 30, 8 and 2 of 40 examples; all inputs are of length 1."""
 

@@ -85,6 +85,27 @@ def on_one_rank(model, kfac, x, y, scale):
     (scale * F.cross_entropy(model(x.flatten(1)[:, :5], dist.get_rank() == 0), y)).backward()
 
 
+class Heads(nn.Module):
+    """Each head gets a forward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(36, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+
+    def forward(self, x, head):
+        return self.heads[head](self.trunk(x.flatten(1)).tanh())
+
+
+def two_forwards(model, kfac, x, y, scale):
+    losses = [F.cross_entropy(model.module(x + i, i), y) for i in range(2)]
+    (scale * sum(losses) / 2).backward()
+    for p in model.parameters():  # DistributedDataParallel sees one forward for each backward
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
 CASES = {  # model, backward, loss scale, options, whether DDP's wrapper is what KFAC gets
     "plain": (tiny_model, plain, 1.0, {}, True),
     "inverse": (tiny_model, plain, 1.0, {"method": "inverse"}, True),
@@ -102,6 +123,7 @@ CASES = {  # model, backward, loss scale, options, whether DDP's wrapper is what
     "type2 in parts": (tiny_model, in_parts(True, False, fisher), 1.0, {"fisher": "type2"}, True),
     "twice": (Twice, plain, 1.0, {}, True),
     "one rank": (Branched, on_one_rank, 1.0, {}, True),
+    "two forwards": (Heads, two_forwards, 1.0, {}, True),
 }
 
 
@@ -144,10 +166,10 @@ def test_the_results_are_the_same_bits(case):
     for rank, ((hashes, early, _), (overlapped, started, messages)) in enumerate(results):
         assert overlapped == hashes == results[0][0][0]
         assert early == [[]] * STEPS
-        assert len(messages) == {"local": 0, "one rank": 2}.get(case, 5)
+        assert len(messages) == {"local": 0, "one rank": 2, "two forwards": 3}.get(case, 5)
         want = {
             "half": [[]],  # they wait for the scales
-            "twice": [messages[:2]],  # a recomputed layer and one without a gradient do not count
+            "twice": [messages[:3]],  # a layer without a gradient does not count
             "one rank": [messages if rank == 0 else []],  # where a layer was not used
         }.get(case, [messages])
         assert started == want * STEPS
