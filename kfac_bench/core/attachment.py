@@ -200,7 +200,9 @@ def _owners_of(layer: Layer) -> Iterator[Owner]:
             yield owner
 
 
-def claim(owner: Owner, layers: Sequence[Layer], hooks: Sequence[Removable]) -> None:
+def claim(
+    owner: Owner, layers: Sequence[Layer], hooks: Sequence[Removable]
+) -> "finalize[[Sequence[Removable]], Owner]":
     """Make ``owner`` the owner of the layers until :func:`release`, or until nothing refers to it.
 
     Args:
@@ -208,6 +210,9 @@ def claim(owner: Owner, layers: Sequence[Layer], hooks: Sequence[Removable]) -> 
         layers: Its layers.
         hooks: Removed when the owner is gone. They must not refer to the owner: the finalizer
             keeps them, so the owner would never go.
+
+    Returns:
+        The finalizer. Detach it when the hooks are removed earlier.
     """
     finalizer = finalize(owner, _remove, hooks)
     finalizer.atexit = False
@@ -216,6 +221,7 @@ def claim(owner: Owner, layers: Sequence[Layer], hooks: Sequence[Removable]) -> 
             _owner_of[module] = ref(owner)
         for parameter in layer.params:
             _owner_of_parameter[parameter] = ref(owner)
+    return finalizer
 
 
 def release(owner: Owner, layers: Sequence[Layer]) -> None:

@@ -37,7 +37,7 @@ from kfac_bench.core.kfac_options import (
     with_preset,
     within,
 )
-from kfac_bench.core.layer_plan import Report, choose_within_budget
+from kfac_bench.core.layer_plan import Report, choose_within_budget, covered_layers
 from kfac_bench.core.layers.coverage import LayerTypes, SkippedModule
 from kfac_bench.core.optimizer_state import OptimizerState
 from kfac_bench.core.options import check_names, takes_options
@@ -165,10 +165,10 @@ class KFAC:
         self.time_stages = False
         self.in_optimizer_state = True
         self.choice: Choice | None = None
+        self._first_steps: FirstSteps | None = None
         self._build(model, self._options)
         if self._coverage is not None:
             self._take_waiting_state(self._coverage)
-        self._first_steps: FirstSteps | None = None
         if self._options["max_overhead"] is not None:
             names = [layer.name for layer in self._layers]
             self._first_steps = FirstSteps(names, self.collective, self._layers[0].weight.device)
@@ -195,7 +195,7 @@ class KFAC:
         hooks: list[Removable] = [parts.capture, parts.guards]
         if parts.coverage is not None:
             hooks.append(parts.coverage)
-        claim(self, self._layers, hooks)
+        self._finalizer = claim(self, self._layers, hooks)
         if self._attachment is not None:
             self._guards.release_optimizer()
 
@@ -577,6 +577,7 @@ class KFAC:
         if self._coverage is not None:
             self._coverage.remove()
         self._guards.remove()
+        self._finalizer.detach()  # it keeps the hooks, and with them the factors
         release(self, self._layers)
 
     @staticmethod
@@ -633,24 +634,33 @@ class KFAC:
                 The running averages have not changed then.
         """
         merged = state.merge(states)
+        layers, choice = self._layers, None
         if self._options["max_overhead"] is not None:
             choice = state_check.choice(states)
-            if choice is not None and choice != self.choice:
-                self._rebuild(choice)
-        steps = state_check.check(merged, states, self._executor)
+        if choice is not None and choice != self.choice:
+            # Blocks and diagonals of a choice give factors other shapes. The check comes before
+            # the rebuild, which forgets the running averages.
+            options = within(self._options, choice)
+            layers, _ = covered_layers(self._stepper.model, options, self._layer_types)
+        steps = state_check.check(merged, states, layers, has_factors=bool(self.plan.factors))
+        if choice is not None and choice != self.choice:
+            self._rebuild(choice)
         if not steps:
             merged = {}
+        if self._capture is not None:
+            # Statistics that were collected before belong to the old state, which a thread may
+            # still read.
+            self._capture.pop()
+            self._executor.abandon_factors()
         complete = state.load_layers(merged, self._executor, steps)
         self.steps = steps
         self._guards.statistics.leave(states[0].get("left", ()))
-        if steps > 0:
+        if self._first_steps is not None and steps > 0:
             self._first_steps = None
+            if self._capture is not None and self._capture.identity is not None:
+                self._capture.identity.due.update(self._capture.computed - self._capture.left)
         self._stepper.decomposes_all = steps > 0 and not complete
         if self._adaptive is not None and "damping" in states[0]:
             self._adaptive.value = float(states[0]["damping"])
-        if self._capture is not None:
-            # Statistics that were collected before belong to the old state.
-            self._capture.pop()
-            self._executor.abandon_factors()
-            if self._first_steps is None:
-                self._capture.enabled = self._schedules.factors_due(steps)
+        if self._capture is not None and self._first_steps is None:
+            self._capture.enabled = self._schedules.factors_due(steps)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kfac_bench.core.execution.executor import Executor
+from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.budget import Choice
 from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
 
@@ -20,14 +20,19 @@ KINDS = ("eigen", "inverse")
 
 
 def check(
-    merged: Mapping[str, Mapping[str, Any]], states: Sequence[Mapping[str, Any]], run: Executor
+    merged: Mapping[str, Mapping[str, Any]],
+    states: Sequence[Mapping[str, Any]],
+    layers: Sequence[Layer],
+    *,
+    has_factors: bool,
 ) -> int:
     """Return the number of steps of a state.
 
     Args:
         merged: The layers of all shards.
         states: The shards.
-        run: The executor that takes over the state.
+        layers: The layers that take over the state.
+        has_factors: Whether the plan has factors.
 
     Raises:
         ValueError: A layer is missing or unknown, a tensor has another shape or type, or a number
@@ -40,17 +45,18 @@ def check(
     left = states[0].get("left", [])
     if not isinstance(left, list) or not all(isinstance(name, str) for name in left):
         raise ValueError(f"K-FAC state: left is {str(left)[:50]}, expected a list of names")
-    unknown = sorted(map(str, (merged.keys() | set(left)) - run.layers.keys()))
+    unknown = sorted(map(str, (merged.keys() | set(left)) - {layer.name for layer in layers}))
     if unknown:
         raise ValueError(
             f"K-FAC state has layers this model lacks: {unknown[:3]}; "
             "load the state of the same model, with the same frozen layers"
         )
-    for name, layer in run.layers.items():
+    for layer in layers:
+        name = layer.name
         entries = merged.get(name, {})
         for factor in layer.spec.factors:
             entry = entries.get(factor, {})
-            _check_factor(layer.spec, factor, entry, is_needed=bool(run.plan.factors and steps))
+            _check_factor(layer.spec, factor, entry, is_needed=has_factors and steps > 0)
         if "second_moment" in entries:
             _check_tensor(name, "second_moment", entries["second_moment"], layer.spec.grad_shape)
         if "second_moment_weight" in entries:

@@ -18,10 +18,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from kfac_bench import eigen_adam
 from kfac_bench.core import KFAC
 from kfac_bench.core.capture.moments import Moments
 from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
-from kfac_bench.core.execution.background import MAX_WAITING, Background, BackgroundMoments
+from kfac_bench.core.execution.background import (
+    MAX_WAITING,
+    Background,
+    BackgroundMoments,
+    factors_of,
+)
+from kfac_bench.core.execution.decomposition import Eigen
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.layers.linear import LinearLayer
 from kfac_bench.core.planning.plan import ShareDecompositions
@@ -366,6 +373,39 @@ def test_loading_into_a_preconditioner_at_work_forgets_its_own_slices():
     kfac.load_state_dict(state)
     model.load_state_dict(weights)
     assert_equal(train(range(6, STEPS), model, kfac)[0], after)
+
+
+def test_the_thread_has_ended_its_sums_before_another_state_is_loaded():
+    """EKFAC's sums read the eigenvectors, which the state replaces."""
+    _, kfac, model = train(range(1), method="ekfac", factor_update_freq=1)
+    state = copy.deepcopy(kfac.state_dict())
+    may_go_on = threading.Event()
+    kfac._executor.background.submit(may_go_on.wait)
+    loss_of(model, *batch(1))[1].backward()
+    store, was_set = kfac._executor.store, []
+    timer = threading.Timer(0.2, may_go_on.set)
+    timer.start()
+    with mock.patch.object(store, "clear", side_effect=lambda: was_set.append(may_go_on.is_set())):
+        kfac.load_state_dict(state)
+    timer.join()
+    assert was_set == [True]
+
+
+def test_the_thread_notes_the_eigenvectors_that_it_reads():
+    """On a GPU their memory could otherwise be used again while a QR step reads them."""
+    model = tiny_model()
+    optimizer = eigen_adam(model, kfac={"background": True})
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(model, *batch(step))[1].backward()
+        optimizer.step()
+    run = optimizer.preconditioner._executor
+    run.background_slices.clear()
+    with mock.patch.object(run.background, "submit") as submit:
+        run.background_slices.begin({0: 99}, None)
+    reads = {id(x) for call in submit.call_args_list for x in call.args[1]}
+    made = [run.store.decompositions[key] for key in factors_of(run.plan.slices[0])]
+    assert {id(x.vectors) for x in made if isinstance(x, Eigen)} & reads
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -4,9 +4,11 @@ Times come from a clock of the test, and rates are made up, so that choices are 
 """
 
 import copy
+import gc
 import itertools
 from dataclasses import asdict
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
@@ -142,7 +144,32 @@ def test_a_state_without_budget_keeps_the_options(clock):
     _, _, loaded = budgeted(1e-9)
     loaded.load_state_dict(kfac.state_dict())
     assert (loaded.choice, loaded.steps) == (None, 3)
+    assert loaded._capture.identity.due == {"0", "2"}  # as without max_overhead
     assert loaded.plan == kfac.plan
+
+
+def test_a_refused_state_changes_nothing(clock):
+    model, optimizer, kfac = budgeted(1.0)
+    train(model, optimizer, WATCHED + 3)
+    saved, choice = copy.deepcopy(kfac.state_dict()), kfac.choice
+    other = copy.deepcopy(saved)
+    other["choice"]["update_freq"] *= 2
+    other["layers"]["0"]["A"]["factor"] = torch.zeros(2, 2)
+    with pytest.raises(ValueError, match="expected a"):
+        kfac.load_state_dict(other)
+    assert (kfac.steps, kfac.choice) == (3, choice)
+    factor = kfac.state_dict()["layers"]["0"]["A"]["factor"]
+    assert torch.equal(factor, saved["layers"]["0"]["A"]["factor"])
+
+
+def test_a_rebuild_frees_the_old_factors(clock):
+    model, optimizer, kfac = budgeted(1.0)
+    train(model, optimizer, WATCHED + 1)
+    saved, store = copy.deepcopy(kfac.state_dict()), ref(kfac._executor.store)
+    saved["choice"]["update_freq"] *= 2
+    kfac.load_state_dict(saved)
+    gc.collect()
+    assert store() is None
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ class BackgroundSlices:
             for op in self._my_ops(i):
                 batch = self._solver.batch(op.members, damping, copy=True)
                 job = partial(self._solver.solve, batch)
-                reads = (*batch.matrices, *batch.dampings)
+                reads = (*batch.matrices, *batch.dampings, *batch.bases)
                 self._results[op] = self._background.submit(job, reads).result
 
     def _my_ops(self, index: int) -> Iterator[Decompose]:
