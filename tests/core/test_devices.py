@@ -13,9 +13,11 @@ from kfac_bench import KFAC
 from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.damping import LevenbergMarquardt, Trial
 from kfac_bench.core.distributed.collective import SingleProcess
+from kfac_bench.core.execution.decomposition import Eigen
 from kfac_bench.core.execution.executor import Request
 
 GPUS = ("cuda:0", "cuda:1")
+SHAPES = ((1, 4), (1, 4, 4))  # of eigenvalues and eigenvectors
 
 
 @pytest.fixture
@@ -52,6 +54,18 @@ def test_statistics_of_two_devices_are_counted_and_unscaled(model):
     kfac._executor.run(Request([kfac.plan.factors], None, 0.9, collected, scale))
     weights = kfac._executor.store.weights
     assert [str(weights[name, "A"].device) for name in "01"] == [*GPUS]
+
+
+def test_conditions_of_two_devices_are_one_copy_from_a_device(model):
+    kfac = KFAC(model, sgd(model), method="eigen")
+    made = {
+        (layer.name, f): Eigen(*(torch.ones(shape, device=layer.weight.device) for shape in SHAPES))
+        for layer in kfac._layers
+        for f in "AG"
+    }
+    kfac._executor.store.keep_decompositions(made)
+    with pytest.raises(DataDependentOutputException):  # the numbers are read
+        kfac.conditions()
 
 
 def test_an_adaptive_damping_judges_a_step_on_two_devices(model):

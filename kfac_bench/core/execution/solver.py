@@ -249,8 +249,10 @@ class Solver:
                 found[spec.name] = (a * g).max()
         if not found:
             return {}
-        # One copy from the device for all layers.
-        return dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
+        # One copy from the device for all layers. A model may be on several devices.
+        device = next(iter(found.values())).device
+        numbers = torch.stack([x.to(device) for x in found.values()])
+        return dict(zip(found, numbers.tolist(), strict=True))
 
     def _curvature(self, spec: LayerSpec, damping: float | None) -> Tensor:
         """Return the eigenvalues by which :meth:`precondition` divides, [groups, g_dim, a_dim]."""

@@ -123,7 +123,9 @@ def _parts(
         reason = _reason_to_skip(name, module, skip, types)
         if not isinstance(module, nn.MultiheadAttention):
             layers = [] if reason else _make(name, module, types, max_dim)
-            yield _Part(name, module, own, layers, reason)
+            # A layer class of the user's own may name another parameter as the weight.
+            reason = reason or _unusable(layers[0].weight)
+            yield _Part(name, module, own, [] if reason else layers, reason)
             continue
         # The output projection is a Linear module, but attention never calls it.
         inside.add(module.out_proj)
@@ -202,7 +204,8 @@ def _reason_to_skip(
     layer_type = _type_of(module, types)
     if layer_type is None:
         return f"no layer class for {type(module).__name__} (add one with layer_types)"
-    return layer_type.reason_to_skip(module) or _unusable(module.weight)
+    reason = layer_type.reason_to_skip(module)
+    return reason or (_unusable(module.weight) if hasattr(module, "weight") else None)
 
 
 def _skip_pattern(name: str, module: nn.Module, skip: Sequence[str]) -> str | None:

@@ -127,9 +127,10 @@ class GatherGradients(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReduceProducts(Message):
-    """Sum <p, g>, <p, p> and <g, g> of each layer over the ranks, which hold parts of g and p.
+    """Sum <p, g>, <p, p>, <g, g> and <w, w> of each layer over the ranks, which hold parts.
 
-    g is the gradient of a layer, p the preconditioned one. The KL clip and cosines need them.
+    g is the gradient of a layer, p the preconditioned one, w the weight. The KL clip, grafting, the
+    trust ratio and cosines need these products.
     """
 
 

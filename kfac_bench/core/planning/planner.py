@@ -77,8 +77,10 @@ def gradient_workers(row: Strategy, fraction: float | None, world_size: int) -> 
     """Return the number of ranks that precondition a layer: the fraction must give a divisor."""
     if fraction is None or not row.adjustable:
         fraction = row.fraction
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"grad_worker_fraction={fraction:g}: choose a fraction from 0 to 1")
+    elif not 0 < fraction <= 1:
+        raise ValueError(
+            f"grad_worker_fraction={fraction:g}: choose a fraction above 0 and at most 1"
+        )
     workers = max(1, round(world_size * fraction))
     if world_size % workers:
         raise ValueError(

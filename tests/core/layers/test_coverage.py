@@ -315,6 +315,30 @@ def test_a_layer_type_of_the_users_own(method, weight_sharing, max_dim):
     assert_close(own.weight.grad, same.weight.grad)
 
 
+class Kernel(nn.Module):
+    """y = K x."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x):
+        return x @ self.kernel.T
+
+
+class KernelLayer(LinearLayer):
+    def __init__(self, name, module, max_dim):
+        super().__init__(name, module, max_dim, "kernel", "offset")
+
+
+def test_a_layer_type_whose_weight_has_another_name():
+    model, types = nn.Sequential(Kernel(), nn.Linear(3, 2)), {Kernel: KernelLayer}
+    assert [x.name for x in kfac_of(model, layer_types=types).report().layers] == ["0", "1"]
+    model[0].kernel.requires_grad_(False)
+    report = kfac_of(copy.deepcopy(model), layer_types=types).report()
+    assert [(x.name, x.reason) for x in report.skipped] == [("0", "weight is frozen")]
+
+
 def test_a_layer_type_may_stand_for_a_known_one_or_a_subclass():
     class Mine(nn.Linear):
         pass

@@ -817,7 +817,7 @@ def test_an_uneven_grid_is_refused_with_advice(world, fraction, workers):
     assert f"choose k/{world} with k a divisor" in str(error.value)
 
 
-@pytest.mark.parametrize("fraction", [1.5, -0.5])
+@pytest.mark.parametrize("fraction", [1.5, 0, -0.5])
 def test_a_fraction_out_of_range_is_refused(fraction):
     specs = [LayerSpec("fc", 2, 2)]
     with pytest.raises(ValueError, match=f"grad_worker_fraction={fraction}"):
