@@ -222,7 +222,9 @@ class _Values:
         bounds = sum(self._is_bound(name, point, seed) for seed in each if each[seed] is not None)
         is_mean = self._quantities[name].how == "difference" and not missed
         interval = mean_with_interval(numbers) if is_mean else median_with_interval(numbers)
-        return Measured(*interval, len(numbers), missed, bounds)
+        # Rounded, because equal numbers have a mean difference such as 1e-15.
+        middle, low, high = (round(number, 9) for number in interval)
+        return Measured(middle, low, high, len(numbers), missed, bounds)
 
     def _is_bound(self, name: str, point: GridPoint, seed: int) -> bool:
         """Return whether the number of this seed is a ratio to seconds of a run that missed."""

@@ -254,7 +254,7 @@ def _number(line: Line | None, *, with_interval: bool = False) -> str:
     interval = _interval(line)
     if line is None or interval is None or line.ours is None:
         return "no number"
-    unit = f" {line.unit}" if line.unit else ""
+    unit = f" {line.unit}" if line.unit and math.isfinite(line.ours) else ""
     low, high = (_end(end) for end in interval)
     spread = f" ({low} to {high})" if with_interval and low != high else ""
     bound = "at most " if line.measured and line.measured.bounds else ""

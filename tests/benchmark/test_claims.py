@@ -1,11 +1,16 @@
 """The rows of profile=cpu: their files are complete, and their cells and trials are valid runs."""
 
+from pathlib import Path
+
 import pytest
 
-from kfac_bench.benchmark import grid, schema, suite, trials
+from benchmarks.contest.result_store import ResultStore
+from benchmarks.contest.sitting import ALL
+from kfac_bench.benchmark import grid, schema, suite, trials, write_reports
 from kfac_bench.benchmark.result import axes_of
 from kfac_bench.config import compose
 from kfac_bench.config.options import options
+from tests.support import ROOT
 from tests.support.quick import quick_if
 
 
@@ -29,6 +34,29 @@ def test_claims_name_quantities_and_points_of_their_table(name):
     )
 
 
+KEPT = [name for name in suite.CLAIMS if (ROOT / "benchmarks" / "results" / name).exists()]
+"""The rows whose runs are kept: the two rows with two ranks have not run again yet."""
+
+
+@pytest.mark.parametrize("name", quick_if("classic_autoencoder".__eq__, KEPT))
+def test_each_number_of_a_page_follows_from_the_kept_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    row = suite.row(name, "cpu", runs_dir="runs")
+    ResultStore(ROOT / "benchmarks" / "results", name, "table", [ALL]).unpack(row.folder)
+    for place in ("papers.md", f"results/cpu/{name}.md"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text((ROOT / "docs" / "lab" / place).read_text())
+    written = write_reports.write(row)
+    write_reports.into(tmp_path / "papers.md", [written], written.verdicts, "cpu")
+    page = Path(f"results/cpu/{name}.md")
+    assert (tmp_path / page).read_text() == (ROOT / "docs" / "lab" / page).read_text()
+    # The document has the verdicts of all rows in one table.
+    shown = (ROOT / "docs" / "lab" / "papers.md").read_text()
+    for table in written.verdicts:
+        for line in table.markdown().splitlines():
+            assert not line.startswith("| ") or line in shown, line
+
+
 @pytest.mark.parametrize("name", quick_if("classic_autoencoder".__eq__, suite.CLAIMS))
 def test_cells_of_claims_are_valid_runs_on_two_cores(name):
     row = schema.load(name)
@@ -37,7 +65,8 @@ def test_cells_of_claims_are_valid_runs_on_two_cores(name):
         assert config.data.name == "fashion_mnist"
         assert cell.ranks * config.trainer.threads <= 2
         assert not config.logger.wandb
-    assert row.seeds == [0, 1, 2]
+    assert row.seeds == [*range(len(row.seeds))]
+    assert len(row.seeds) >= (7 if name in KEPT else 3)
     assert row.tuning is None or not {*row.tuning.seeds} & {*row.seeds}
 
 
