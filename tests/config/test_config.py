@@ -166,6 +166,8 @@ def test_the_command_line_wins_over_an_experiment(name):
     told |= {"seed": 41, "trainer.eval_batch_size": 77}
     # Python doubles the backslash of a regular expression, which Hydra would not undo.
     values = {k: "null" if v is None else str(v).replace("\\\\", "\\") for k, v in told.items()}
+    if "label" in values:  # it may contain a comma
+        values["label"] = f"'{values['label']}'"
     said = [f"{k}={v}" for k, v in values.items()]
     found = compose.load([*said, f"experiment={name}"])
     for key, value in told.items():

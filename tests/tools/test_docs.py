@@ -254,7 +254,6 @@ RESULT = re.compile(
     r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?) ?(%|x|s|ms|h|min|MB|GB|MiB|GFLOP|steps)(?!\w)"
 )
 ON_TWO_PAGES = {
-    ("1.25", "x"),  # steps of ResNet-8 on digits; intervals of the papers
     ("1.27", "x"),  # steps of EigenAdam; ResNet-8 of the papers
 }
 """Equal numbers of different measurements."""

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kfac_bench.errors import UsageError
 from kfac_bench.record.event_log import EventLog
 from kfac_bench.record.events import Evaluated, Resumed, Trained
 from kfac_bench.training import checkpoint, run, run_directory
@@ -214,16 +213,6 @@ def test_the_clock_of_the_slowest_rank_ends_a_run_and_stays_in_its_files(tmp_pat
     assert [e.train_s > 500 for e in of_kind(path, Trained)] == [True]
     assert [e.train_s > 500 for e in of_kind(path, Evaluated)] == [False, True]
     assert checkpoint.find(path)[0].shards[0]["train_s"] > 500
-
-
-def divided_here(folder):
-    with pytest.raises(UsageError, match="batch_size 1 leaves some of the 2 ranks without"):
-        run.train(config_of(folder, "trainer.batch_size=1", "trainer.accumulate=1"), here())
-
-
-@pytest.mark.ranks
-def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path):
-    run_ranks(2, divided_here, tmp_path)
 
 
 def gathered_here():
