@@ -257,7 +257,7 @@ def _scale(axes: Axes, heights: Sequence[float], ends: Sequence[float]) -> None:
         return
     low, high = min(heights), max(heights)
     if high < 1.6 * low:
-        low, high = min(low, *ends, low), max(high, *ends, high)
+        low, high = min([low, *ends]), max([high, *ends])
         span = max(high - low, 0.02 * high)
         axes.set_ylim(max(0.0, low - 1.2 * span), high + 0.4 * span)
         say_cut(axes)

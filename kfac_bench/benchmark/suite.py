@@ -137,8 +137,9 @@ def check(benchmark: Benchmark, name: str) -> None:
         for joined, by_value in each_of.items():
             names = joined.split(" ")
             _check_known(f"{name}: each", names, own_axes)
-            points = itertools.product(*(own_axes[axis] for axis in names))
-            _check_known(f"{name}: each: {joined}", by_value, [" ".join(p) for p in points])
+            values = [own_axes[axis] for axis in names]
+            known = [" ".join(point) for point in itertools.product(*values)]
+            _check_known(f"{name}: each: {joined}", by_value, known)
     for quantity, each in benchmark.quantities.items():
         where = f"{name}: quantities: {quantity}"
         if each.of and each.of not in above:
@@ -171,7 +172,7 @@ def check(benchmark: Benchmark, name: str) -> None:
 def _check_known(where: str, names: Iterable[str], known: Collection[str]) -> None:
     for each in names:
         if each not in known:
-            raise UsageError(f"{where}: {each}: choose of {', '.join(known)}")
+            raise UsageError(f"{where}: {each}: choose one of {', '.join(known)}")
 
 
 def _check_check(each: Check, quantities: Sequence[str], axes: GridAxes, where: str) -> None:

@@ -173,9 +173,14 @@ def median_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
     if not len(values) or any(map(math.isnan, values)):
         raise ValueError(f"a median needs one number or more, and no NaN: {list(values)}")
     ordered, count = sorted(map(float, values)), len(values)
-    # The true median is below the value at this index if fewer values than that are below it.
-    index, below = 0, 0.5**count
-    while (below := below + math.comb(count, index + 1) * 0.5**count) <= (1 - CONFIDENCE) / 2:
+
+    def chance(index: int) -> float:
+        """Return the chance that the true median is less than ``ordered[index]``."""
+        # Then at most ``index`` values are less than the median, each with the chance 1/2.
+        return math.fsum(math.comb(count, few) for few in range(index + 1)) / 2.0**count
+
+    index = 0
+    while chance(index + 1) <= (1 - CONFIDENCE) / 2:
         index += 1
     return statistics.median(ordered), ordered[index], ordered[-1 - index]
 

@@ -190,8 +190,8 @@ def _config(options: argparse.Namespace, machine: Hardware) -> TrainConfig:
     ):
         if value is not None:
             raise UsageError(
-                f"kfac.{option}={value}: the simulation knows only fixed intervals, and work of "
-                "K-FAC in the steps; remove the option, and simulate each interval alone"
+                f"kfac.{option}={value}: the simulation knows only fixed intervals, with all "
+                "work of K-FAC in the steps; remove the option"
             )
     return config
 

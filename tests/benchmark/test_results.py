@@ -149,15 +149,24 @@ def test_a_file_whose_numbers_would_be_wrong_is_refused(quantity, check, fragmen
 @pytest.mark.parametrize(
     ("part", "fragment"),
     [
-        ({"each": {"optimizer": {"adma": ["optimizer=adam"]}}}, "each: optimizer: adma: choose of"),
-        ({"each": {"optimizer bach": {}}}, "each: bach: choose of optimizer, batch"),
+        (
+            {"each": {"optimizer": {"adma": ["optimizer=adam"]}}},
+            "each: optimizer: adma: choose one",
+        ),
+        ({"each": {"optimizer bach": {}}}, "each: bach: choose one of optimizer, batch"),
         (
             {"quantities": {"x": Quantity("final", times={"batch": {"65": 2}})}, "claims": []},
-            "quantities: x: batch: 65: choose of 64, 256",
+            "quantities: x: batch: 65: choose one of 64, 256",
         ),
         ({"matrix": MatrixSpec(["acc"], "optimizer", "batch")}, "matrix: quantities: acc: choose"),
-        ({"matrix": MatrixSpec(["less"], "optimiser", "batch")}, "matrix: optimiser: choose of op"),
-        ({"figure": FigureSpec(["less"], "batches", "optimizer")}, "figure: batches: choose of op"),
+        (
+            {"matrix": MatrixSpec(["less"], "optimiser", "batch")},
+            "matrix: optimiser: choose one of",
+        ),
+        (
+            {"figure": FigureSpec(["less"], "batches", "optimizer")},
+            "figure: batches: choose one of",
+        ),
     ],
 )
 def test_a_table_or_figure_of_unknown_names_is_refused(part, fragment):

@@ -17,7 +17,6 @@ from kfac_bench.core.execution.decomposition import Eigen
 from kfac_bench.core.execution.executor import Request
 
 GPUS = ("cuda:0", "cuda:1")
-SHAPES = ((1, 4), (1, 4, 4))  # of eigenvalues and eigenvectors
 
 
 @pytest.fixture
@@ -59,7 +58,10 @@ def test_statistics_of_two_devices_are_counted_and_unscaled(model):
 def test_conditions_of_two_devices_are_one_copy_from_a_device(model):
     kfac = KFAC(model, sgd(model), method="eigen")
     made = {
-        (layer.name, f): Eigen(*(torch.ones(shape, device=layer.weight.device) for shape in SHAPES))
+        (layer.name, f): Eigen(
+            torch.ones(1, 4, device=layer.weight.device),
+            torch.ones(1, 4, 4, device=layer.weight.device),
+        )
         for layer in kfac._layers
         for f in "AG"
     }
