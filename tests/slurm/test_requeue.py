@@ -63,6 +63,7 @@ def test_torchrun_forwards_the_notice(cluster, straight):
         "torchrun",
         "experiment=table2_fig4_cifar_correctness",
         *RUN,
+        "schedule.warmup_start=0.5",  # 1 / ranks, as the script of the straight run
         "run_id=r",
         options=(*TWO_NODES, "--cpus-per-task=2"),
         KFAC_TEST_HOLD="step:5",
