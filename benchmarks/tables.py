@@ -53,15 +53,15 @@ def _machine(results: Results) -> str:
 def _steps(entries: Sequence[Entry]) -> Iterator[str]:
     rows = []
     for e in entries:
-        sgd = statistics.median(e["sgd_s"])
+        sgd, rounds = statistics.median(e["sgd_s"]), len(e["sgd_s"])
         for method, settings in e["settings"].items():
             for s in settings:
                 rows.append(
                     [
                         label(e), method, "{}, {}".format(*s["setting"]),
                         ms(sgd), ms(s["mean_s"]),
-                        f"**{s['ratio']:.2f}** ({s['low']:.2f} \N{EN DASH} {s['high']:.2f})",
-                        str(len(e["sgd_s"])),
+                        f"**{s['ratio']:.2f}**{span(s) if rounds > 1 else ''}",
+                        str(rounds),
                     ]
                 )  # fmt: skip
     yield "### Mean step time over SGD"
@@ -76,6 +76,11 @@ def _steps(entries: Sequence[Entry]) -> Iterator[str]:
         "for factors every f steps and decompositions every d steps. The range covers single "
         "rounds. SGD and K-FAC share the process, the batch and the optimizer (SGD, momentum 0.9)."
     )
+
+
+def span(setting: Mapping[str, float]) -> str:
+    """Return the lowest and the highest round in brackets."""
+    return f" ({setting['low']:.2f} \N{EN DASH} {setting['high']:.2f})"
 
 
 def _stages(results: Results) -> Iterator[str]:
@@ -94,9 +99,11 @@ def _stages(results: Results) -> Iterator[str]:
     yield (
         "Rows with a minus are differences of whole steps, so they include the whole cost of a "
         "stage. The other rows are the host's wall seconds within the stage (`statistics()`), on a "
-        "CPU and without `--clock cpu`. The floor is the time of the unavoidable FLOPs at the rate "
-        "of the matrix product above: half of a symmetric product, and no patches for 3x3 "
-        "convolutions of stride 1."
+        "CPU and without `--clock cpu`. The floor is the time of the unavoidable FLOPs (half of a "
+        "symmetric product, no patches for 3x3 convolutions of stride 1) at the rate of one fp32 "
+        "product that was measured beside the row. On a GPU this product is in TF32 unless the row "
+        "is fp32, and its rate varies: so there the floor is a rough scale, and no lower bound for "
+        "work in bf16."
     )
 
 

@@ -69,24 +69,25 @@ def build_parser() -> Parser:
     )
     for command in (make, fetch, verify, prepare):
         command.add_argument("folder", type=Path, help="folder of the dataset")
-    prepare.add_argument(
+    text = prepare.add_argument_group("options of wikipedia, wikitext and text")
+    text.add_argument(
         "--vocab-file", type=Path, help="vocab.txt to use; by default a new vocabulary is trained"
     )
-    prepare.add_argument(
+    text.add_argument(
         "--vocab-size", type=int, default=30522, help="tokens of a new vocabulary (default: 30522)"
     )
-    prepare.add_argument(
+    text.add_argument(
         "--sequence-length",
         type=int,
         nargs="+",
         default=[128],
         help="tokens of an example (default: 128)",
     )
-    prepare.add_argument(
+    text.add_argument(
         "--eval-share",
         type=float,
         default=0.01,
-        help="share of documents to hold out (default: 0.01)",
+        help="share of documents to hold out; wikitext has a split of its own (default: 0.01)",
     )
     return parser
 

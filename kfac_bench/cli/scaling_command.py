@@ -52,7 +52,7 @@ def add_scaling(commands: argparse._SubParsersAction[Parser]) -> None:
         help="run on this machine (local, the default), submit jobs, which also write the results "
         "(slurm), or show the runs that have finished (none)",
     )
-    add("--sbatch", default="", metavar="OPTION,OPTION", help="options of each job")
+    add("--sbatch", default="", help="options of sbatch, for --launcher slurm")
     add("--hardware", default="", help="also show simulated efficiencies on this machine")
     command.set_defaults(run_command=lambda options: _scaling(options, command))
 

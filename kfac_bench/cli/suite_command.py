@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kfac_bench.cli.entry import Parser, command_line, say_next
-from kfac_bench.config.command_options import refuse_old_words
+from kfac_bench.config.command_options import refuse_old_words, sbatch_options
 from kfac_bench.errors import UsageError, printable
 from kfac_bench.output import counted, say
 
@@ -167,6 +167,12 @@ def _rows(options: argparse.Namespace, only: str) -> list[BenchmarkRow]:
     if any(word.lstrip("+").startswith("runs_dir=") for word in overrides):
         raise UsageError("runs_dir: write --runs-dir DIR, because the report goes there too")
     refuse_old_words(overrides, options.parser)
+    for word in overrides:
+        name, _, value = word.lstrip("+").partition("=")
+        if name in ("run_id", "resume"):
+            raise UsageError(f"{word}: each cell has a run directory of its own; leave it out")
+        if name == "seed":
+            raise UsageError(f"{word}: write --seeds {value}, because each cell has its own seed")
     profile, seeds = options.profile, options.seeds or None
     names = suite.names(options.benchmark, profile)
     if len(names) > 1 and options.runs_dir:
@@ -193,11 +199,12 @@ def run(
     has_limit = options.results is not None or options.minutes is not None
     if options.benchmark == ALL and (has_limit or options.only):
         raise UsageError(f"--results, --minutes and --only need one benchmark instead of {ALL}")
+    sbatch = sbatch_options(options)
     rows = _rows(options, options.only)
     if options.launcher == "slurm":
         if has_limit:
             raise UsageError("--results and --minutes do not fit --launcher slurm")
-        return _submit(rows, options)
+        return _submit(rows, options, sbatch)
     began, failed = time.monotonic(), 0
     todo = [suite.cells_left(row, retry=options.retry) for row in rows]
     for number, row in enumerate(rows, start=1):
@@ -367,12 +374,13 @@ def _terminal(table: Table) -> rich.table.Table:
     return shown
 
 
-def _submit(rows: Sequence[BenchmarkRow], options: argparse.Namespace) -> int:
+def _submit(
+    rows: Sequence[BenchmarkRow], options: argparse.Namespace, sbatch: Sequence[str]
+) -> int:
     from kfac_bench.benchmark import slurm_jobs
 
     words = [*map(str, _words(options)), "--launcher", "slurm"]
     for row in rows:
-        sbatch = options.sbatch.split()
         for line in slurm_jobs.submit_wave(row, words, options.wave, sbatch, retry=options.retry):
             say(line)
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kfac_bench.cli.entry import Parser, command_line, say_next
-from kfac_bench.config.command_options import refuse_old_words
+from kfac_bench.config.command_options import refuse_old_words, sbatch_options
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
 
@@ -98,7 +98,7 @@ def add_try(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _try(options: argparse.Namespace) -> int:
-    words, launcher = options.words, options.launcher
+    words, launcher, sbatch = options.words, options.launcher, sbatch_options(options)
     refuse_old_words(words, options.parser)
     _check_numbers(options, launcher)
     from kfac_bench.config import problem_file
@@ -108,7 +108,7 @@ def _try(options: argparse.Namespace) -> int:
     asked, question = _asked(options, file, words)
     folder = options.runs_dir or Path("runs", f"try-{asked.title}")
     if launcher == "slurm":
-        return _submit(options, words, file, folder)
+        return _submit(options, words, file, folder, sbatch)
     return _study(asked, question, folder, is_quick=options.quick)
 
 
@@ -202,7 +202,9 @@ def _study(asked: Asked, question: Question, path: Path, *, is_quick: bool) -> i
     return 0
 
 
-def _submit(options: argparse.Namespace, words: list[str], file: str, folder: Path) -> int:
+def _submit(
+    options: argparse.Namespace, words: list[str], file: str, folder: Path, sbatch: list[str]
+) -> int:
     """Submit one job that runs the same command on its node."""
     from kfac_bench.benchmark import slurm_jobs
     from kfac_bench.benchmark.slurm_jobs import KFAC_BENCH
@@ -212,6 +214,6 @@ def _submit(options: argparse.Namespace, words: list[str], file: str, folder: Pa
     command += ["--from", str(options.start)] if options.start is not None else []
     command += ["--optimizers", options.optimizers] if options.optimizers else []
     command += ["--runs-dir", str(folder)]
-    (job,) = slurm_jobs.submit({}, command, folder, options.sbatch.split())
+    (job,) = slurm_jobs.submit({}, command, folder, sbatch)
     say(f"job {job} submitted; it writes the verdict to {folder}/verdict.txt and verdict.html")
     return 0

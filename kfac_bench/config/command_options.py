@@ -39,6 +39,16 @@ def given_options(options: argparse.Namespace, parser: argparse.ArgumentParser) 
     return words
 
 
+def sbatch_options(options: argparse.Namespace) -> list[str]:
+    """Return the words of ``--sbatch``; refuse them where no job is submitted."""
+    words: list[str] = options.sbatch.split()
+    if words and options.launcher == "local":
+        raise UsageError(
+            "--sbatch has options of jobs, but --launcher is local: add --launcher slurm"
+        )
+    return words
+
+
 def quoted(text: str) -> str:
     """Return a text in the quotes of Hydra's grammar, whatever characters it has."""
     text = re.sub(r"(\\*)'", lambda found: 2 * found[1] + r"\'", text)

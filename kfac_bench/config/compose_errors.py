@@ -136,7 +136,11 @@ def _unknown_option(failure: _Failure) -> str | None:
         return None
     key, schema = found.groups()
     full = _full_key(failure.detail) or key
-    return failure.where + no_such_option(full, _known_keys(schema, full.rpartition(".")[0]))
+    group = full.rpartition(".")[0]
+    line = failure.where + no_such_option(full, _known_keys(schema, group))
+    if failure.where and "the chosen" in line:
+        line += f". The file is meant for its own {group}: leave out {group}=, or use another file"
+    return line
 
 
 def _wrong_type(failure: _Failure) -> str | None:

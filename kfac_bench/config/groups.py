@@ -114,8 +114,9 @@ class DataConfig(Section):
     image_size: int = option(MISSING, "side of an input image in pixels", RESULT, at_least=1)
     workers: int = option(
         0,
-        "processes per rank that read files ahead; 0: none. Datasets that fit in memory (digits, "
-        "cifar10, cifar100, fashion_mnist, mnist, patches, pictures and pydoc) ignore it",
+        "processes per rank that read files ahead; 0: none. Datasets in memory (digits, cifar10, "
+        "cifar100, fashion_mnist, mnist, patches, pictures, pydoc, a problem's TensorDataset, and "
+        "text_parquet with task=language_model) ignore it",
         RESULT,
         resumable=True,
         per_node=True,
@@ -143,7 +144,9 @@ class DataConfig(Section):
     )
     on_error: str = option(
         "fatal",
-        "what a damaged or missing file does: fatal: ends the run; skip: its examples are left out",
+        "what a damaged or missing file does: fatal: ends the run; skip: its examples are left out "
+        "(imagefolder, shards, parquet, coco, lgg, squad and problem; other data always end the "
+        "run)",
         RESULT,
         choices=("fatal", "skip"),
     )
@@ -254,8 +257,8 @@ class OptimizerConfig(Section):
     lr: float = option(MISSING, "learning rate", RESULT, above=0)
     weight_decay: float = option(
         0.0,
-        "L2 penalty (sgd, adam, lars, shampoo), decoupled decay (adamw, muon, soap), or part of "
-        "the update (lamb)",
+        "L2 penalty (sgd, adam, lars, shampoo), decoupled decay (adamw, muon, soap, eigen_adam) "
+        "or part of the update (lamb, fused_lamb)",
         RESULT,
         at_least=0,
     )
@@ -334,6 +337,16 @@ class ScheduleConfig(Section):
         """
         raise NotImplementedError
 
+    def notes(self, steps_per_epoch: int, max_steps: int) -> list[str]:
+        """Return a line for each part of the schedule that a run of this length never reaches."""
+        warmup = self.warmup_steps(steps_per_epoch, max_steps)
+        if warmup <= max_steps:
+            return []
+        return [
+            f"the warm-up of the learning rate takes {warmup} steps and the run only {max_steps}, "
+            "so the rate never reaches optimizer.lr"
+        ]
+
     def check(self, config: Any) -> None:
         """Refuse two lengths of the warm-up."""
         if self.warmup_epochs and self.warmup_share:
@@ -350,6 +363,8 @@ class TaskConfig(Section):
 
     likelihood: ClassVar[str]
     """Distribution that the model's output stands for; a dry run counts labels by it."""
+    share: ClassVar[str] = ""
+    """The name of the metric, if it is a share of at most 1."""
 
     name: str = option(MISSING, "task", RESULT, choices=TABLES["task"])
     label_smoothing: float = option(
@@ -365,7 +380,13 @@ class TaskConfig(Section):
         raise NotImplementedError
 
     def check(self, config: Any) -> None:
-        """Refuse label smoothing for tasks that smooth no labels."""
+        """Refuse a target in percent, and label smoothing for tasks that smooth no labels."""
+        target = config.trainer.target
+        if self.share and target is not None and target > 1:
+            raise UsageError(
+                f"trainer.target={target:g}: {self.share} is a share of at most 1. For "
+                f"{target:g} % write trainer.target={target / 100:g}"
+            )
         if self.label_smoothing and self.name != "classification":
             raise UsageError(
                 f"task.label_smoothing={self.label_smoothing:g} has no effect on task={self.name}. "

@@ -122,6 +122,16 @@ class KFACConfig(Section):
             epochs = getattr(self, name)
             if not all(0 < a < b for a, b in pairwise([*epochs, math.inf])):
                 raise UsageError(f"kfac.{name}={epochs}: must be epochs above 0 in rising order")
+        for name, needs in (
+            ("damping_decay", "damping_decay_epochs"),
+            ("interval_growth", "interval_growth_epochs"),
+            ("damping_freq", "adaptive_damping"),
+        ):
+            value = getattr(self, name)
+            if not getattr(self, needs) and value != getattr(type(self), name):
+                raise UsageError(
+                    f"kfac.{name}={value} has no effect without kfac.{needs}: set both"
+                )
         if self.damping_decay_epochs and (self.damping is None or self.adaptive_damping):
             why = "adapts itself" if self.adaptive_damping else "follows the mean eigenvalues"
             raise UsageError(

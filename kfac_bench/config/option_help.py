@@ -192,7 +192,7 @@ def _long(found: Owners) -> list[str]:
     for number, same in enumerate(meanings(found)):
         lines += ["", *_meaning(same)] if number else _meaning(same)
     declared = found[0][1].declared
-    if declared["resumable"] or declared["role"].value == "record":
+    if declared["resumable"] or declared["role"].value != "result":
         lines.append("  A run may be continued with another value.")
     return lines
 

@@ -20,7 +20,7 @@ from kfac_bench.core.execution.gradients import any_sharded
 from kfac_bench.core.kfac_options import OPTIONS, KFACOptions, state_dtypes, unused_by_eigen_adam
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.coverage import SkippedModule
-from kfac_bench.core.planning.plan import EIGEN_ADAM, IDENTITY, Plan
+from kfac_bench.core.planning.plan import EIGEN_ADAM, IDENTITY, STRATEGY_TABLE, Plan
 
 MOST_ROWS = 10
 """Most kinds of skipped modules that a message lists."""
@@ -35,6 +35,12 @@ def check_options(options: KFACOptions) -> None:
             choices = [*state_dtypes().values()]
         if (value := values[name]) not in choices:
             raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
+    row, fraction = STRATEGY_TABLE.get(options["strategy"]), options["grad_worker_fraction"]
+    if row is not None and fraction is not None and not row.adjustable:
+        raise ValueError(
+            f"grad_worker_fraction={fraction} has no effect with strategy={options['strategy']}, "
+            "which has a fraction of its own: choose strategy=hybrid_opt"
+        )
     _check_coverage(options["skip"], options["max_dim"])
     _check_block_size(options["block_size"], options["method"])
     _check_background(options)

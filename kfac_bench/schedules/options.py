@@ -51,6 +51,16 @@ class PolynomialConfig(ScheduleConfig):
                 "schedule.end at once"
             )
 
+    def notes(self, steps_per_epoch: int, max_steps: int) -> list[str]:
+        """See :meth:`ScheduleConfig.notes`."""
+        warmup, end = self.warmup_steps(steps_per_epoch, max_steps), self.decay_until * max_steps
+        if not warmup or not end <= warmup <= max_steps or self.decay_from == "start":
+            return super().notes(steps_per_epoch, max_steps)
+        return [
+            f"the warm-up of the learning rate ends at step {warmup}, when the rate should have "
+            f"stopped falling (step {end:.0f}), so the rate falls to schedule.end at once"
+        ]
+
     def after_warmup(self, step: int, warmup: int, steps_per_epoch: int, max_steps: int) -> float:
         start = warmup if self.decay_from == "warmup" else 0
         length = self.decay_until * max_steps - start
@@ -82,6 +92,16 @@ class StepConfig(ScheduleConfig):
     def after_warmup(self, step: int, warmup: int, steps_per_epoch: int, max_steps: int) -> float:
         passed = sum(step >= round(epochs * steps_per_epoch) for epochs in self.milestones)
         return float(self.gamma**passed)
+
+    def notes(self, steps_per_epoch: int, max_steps: int) -> list[str]:
+        """See :meth:`ScheduleConfig.notes`."""
+        notes = super().notes(steps_per_epoch, max_steps)
+        if self.milestones and round(self.milestones[0] * steps_per_epoch) >= max_steps:
+            notes.append(
+                f"the run ends before the first of schedule.milestones={self.milestones} (in "
+                f"epochs), at epoch {max_steps / steps_per_epoch:.3g}, so the rate never falls"
+            )
+        return notes
 
     def check(self, config: TrainConfig) -> None:
         super().check(config)

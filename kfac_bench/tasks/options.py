@@ -34,6 +34,7 @@ class ClassificationConfig(TaskConfig):
     """Classification: one class for each image; metric: accuracy."""
 
     likelihood: ClassVar[str] = "categorical"
+    share: ClassVar[str] = "accuracy"
 
     def build(self, data: Data) -> Task:
         from kfac_bench.tasks.image_tasks import Classification
@@ -211,6 +212,7 @@ class SegmentationConfig(TaskConfig):
     """Segmentation: one mask for each image, with a Dice loss; metric: Dice of a volume."""
 
     likelihood: ClassVar[str] = "bernoulli"
+    share: ClassVar[str] = "dice"
 
     smooth: float = option(
         1.0, "pixels added to both sides of an image's Dice ratio", RESULT, above=0

@@ -203,7 +203,9 @@ def build_trainer(
     average = ranks.together(lambda: model_changes.before_hooks(model, config))
     model = backend.shard(model)
     optimizer = build.build_optimizer(config.optimizer, model)
-    steps = RunLength.of(config.trainer, data.train_size).steps_per_epoch
+    length = RunLength.of(config.trainer, data.train_size)
+    steps = length.steps_per_epoch
+    notes += config.schedule.notes(steps, length.max_steps)
     kfac = build.build_kfac(config.kfac, model, optimizer, backend.collective(), steps)
     if config.trainer.compile:
         models = [model] if average is None else [model, average.module]

@@ -45,6 +45,10 @@ GOOD = measured(AS_GOOD, 0.1, -0.2, 0.4)
         ([measured(FASTER, 0.5, 0.4, 0.6, seeds=5), GOOD], Verdict.NOT_TESTABLE),
         ([GOOD], Verdict.NOT_TESTABLE),
         ([measured(FASTER, 0.5, 0.4, 0.6), measured(AS_GOOD, -2, -3, -1)], Verdict.NOT_SUPPORTED),
+        (
+            [measured(FASTER, 0.5, 0.4, 0.6), measured(AS_GOOD, 0.1, 0, 0.2, missed=1)],
+            Verdict.NOT_DECIDED,
+        ),
         ([measured(FASTER, 0.5, 0.4, 0.6, bounds=3), GOOD], Verdict.SUPPORTED),
         ([measured(FASTER, 0.8, 0.7, 0.9, bounds=1), GOOD], Verdict.NOT_DECIDED),
         (

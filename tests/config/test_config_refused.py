@@ -104,6 +104,10 @@ BAD = [
     ("task=reconstruction", "model=resnet8 does not fit task=reconstruction"),
     ("kfac.update_freq=7", "must be a multiple of kfac.factor_update_freq=10"),
     ("kfac.update_freq=15", "must be a multiple of kfac.factor_update_freq=10"),
+    ("trainer.target=92", "accuracy is a share of at most 1. For 92 % write trainer.target=0.92"),
+    ("kfac.damping_decay=0.1", "has no effect without kfac.damping_decay_epochs: set both"),
+    ("kfac.interval_growth=2", "has no effect without kfac.interval_growth_epochs"),
+    ("kfac.damping_freq=9", "has no effect without kfac.adaptive_damping"),
     ("trainer.accumulate=257", "trainer.accumulate=257 is more than trainer.batch_size=256"),
     # options of Hydra itself
     ("hydra.run.dir=x", "options of Hydra itself have no effect. Use runs_dir=FOLDER and run_id="),
@@ -439,3 +443,9 @@ def test_arbitrary_experiment_files_compose_or_are_refused(tmp_path_factory, tre
 def test_nesterov_needs_momentum():
     text = refused(["optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=true"])
     assert "optimizer.nesterov=true with optimizer.momentum=0: it is a variant of momentum" in text
+
+
+def test_an_experiment_with_options_of_another_optimizer_says_so():
+    text = refused(["experiment=digits/autoencoder_kfac", "optimizer=adam"])
+    assert "optimizer.momentum: the chosen optimizer has no such option" in text
+    assert "The file is meant for its own optimizer: leave out optimizer=" in text

@@ -524,6 +524,9 @@ def test_wrong_requests_are_one_line(lab, capsys):
         (["run", "demo", "--minutes", "-1"], "--minutes -1: must be at least 0"),
         (["run", "demo", "runs_dir=x"], "runs_dir: write --runs-dir DIR"),
         (["run", "all", "profile=cpu"], "profile=cpu: write --profile cpu"),
+        (["run", "demo", "run_id=x"], "run_id=x: each cell has a run directory of its own"),
+        (["run", "demo", "seed=7"], "seed=7: write --seeds 7"),
+        (["run", "demo", "--sbatch=--gpus=4"], "--launcher is local: add --launcher slurm"),
         (["report", "demo", "launcher=slurm"], "launcher=slurm: write --launcher slurm"),
         (
             ["run"],

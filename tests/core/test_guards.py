@@ -427,6 +427,13 @@ class TestWideLayers:
         assert "layer 2 has 600 x 601 weights and 64 rows per step" in str(seen[0].message)
         assert "max_overhead=0.5" in str(seen[0].message)
 
+    def test_eigen_adam_gets_the_remedy_that_it_accepts(self):
+        model = nn.Sequential(nn.Linear(20, 600), nn.Linear(600, 600), nn.Linear(600, 3))
+        optimizer = eigen_adam(model, kfac={"max_dim": 8192})
+        model(torch.randn(64, 20)).square().mean().backward()
+        with pytest.warns(UserWarning, match=r"64 rows per step\. Set max_dim to fewer rows"):
+            optimizer.step()
+
     def test_orthogonalization_does_not_count(self):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 600), nn.Linear(600, 600), nn.Linear(600, 3))

@@ -228,3 +228,10 @@ def test_a_trust_ratio_is_above_0_and_finite(ratio):
     model = network()
     with pytest.raises(ValueError, match=f"trust_ratio={ratio}: must be above 0 and finite"):
         KFAC(model, sgd(model), trust_ratio=ratio)
+
+
+def test_a_fraction_without_a_strategy_that_has_one_is_refused():
+    model = network()
+    with pytest.raises(ValueError, match=r"0\.5 has no effect with strategy=comm_opt.*hybrid_opt"):
+        KFAC(model, sgd(model), grad_worker_fraction=0.5)
+    KFAC(model, sgd(model), grad_worker_fraction=1, strategy="hybrid_opt").remove()

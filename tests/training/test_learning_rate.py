@@ -94,3 +94,22 @@ def test_training_follows_the_schedule_and_a_resumed_run_goes_on_with_it(tmp_pat
     schedule = quick_load([*options[:2]]).schedule
     wanted = [0.05 * schedule.factor(step, 5, 10, 256) for step in range(10)]
     assert rates == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragment"),
+    [
+        (["schedule=cosine", "schedule.warmup_epochs=50"], "never reaches optimizer.lr"),
+        (
+            ["schedule=cosine", "schedule.warmup_epochs=2", "schedule.decay_until=0.5"],
+            "falls to schedule.end at once",
+        ),
+        (["schedule=step"], "so the rate never falls"),
+        (["schedule=step", "schedule.milestones=[1]"], None),
+        (["schedule=cosine", "schedule.warmup_epochs=1"], None),
+    ],
+)
+def test_a_note_says_which_part_of_a_schedule_a_run_never_reaches(overrides, fragment):
+    notes = quick_load(overrides).schedule.notes(EPOCH, 3 * EPOCH)
+    assert len(notes) == (fragment is not None)
+    assert all(fragment in note for note in notes)

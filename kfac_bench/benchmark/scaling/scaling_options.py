@@ -16,7 +16,7 @@ from kfac_bench.benchmark.scaling.measured import ScalingPoint, measure
 from kfac_bench.benchmark.scaling.scaling_report import scaling_table, stage_table
 from kfac_bench.benchmark.slurm_jobs import KFAC_BENCH
 from kfac_bench.config import compose
-from kfac_bench.config.command_options import path_word, whole_number
+from kfac_bench.config.command_options import path_word, sbatch_options, whole_number
 from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import Run, load
 from kfac_bench.simulate import hardware
@@ -168,7 +168,7 @@ def _request(options: argparse.Namespace, words: Sequence[str]) -> ScalingReques
         words,
         options.mode,
         options.launcher,
-        [word for word in options.sbatch.split(",") if word],
+        sbatch_options(options),
         overrides,
         variants,
         world_sizes,
@@ -179,7 +179,8 @@ def _request(options: argparse.Namespace, words: Sequence[str]) -> ScalingReques
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Refuse the options that differ between the runs of a measurement."""
+    """Refuse the options that differ between the runs of a measurement, or that it sets itself."""
+    fixed = {word.partition("=")[0]: word for word in _fixed(1)}
     for word in overrides:
         name = word.partition("=")[0]
         if name in ("kfac", "kfac.strategy", "kfac.grad_worker_fraction", "kfac.enabled"):
@@ -191,6 +192,8 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             )
         if name in ("seed", "run_id", "resume"):
             raise UsageError(f"{word}: each run has its own {name}; set --rounds for more runs")
+        if name in fixed and word not in fixed.values():
+            raise UsageError(f"{word}: kfac-bench scaling sets {name} itself; see --steps")
 
 
 def _machine(name: str) -> Hardware | None:

@@ -26,7 +26,7 @@ from kfac_bench.core.guards.loss import LaterUnscaling, LossScaleCheck, MeanChec
 from kfac_bench.core.guards.statistics import StatisticsCheck
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.estimate import flops
-from kfac_bench.core.planning.plan import Plan, Precondition
+from kfac_bench.core.planning.plan import EIGEN_ADAM, Plan, Precondition
 
 INSIDE = (
     str(Path(__file__).parents[2]),
@@ -156,6 +156,9 @@ class _WidthCheck:
 
     def __init__(self, layers: Sequence[Layer], plan: Plan, rank: int) -> None:
         self._specs = [layer.spec for layer in layers]
+        self._advice = "Set max_overhead=0.5, which limits the time of K-FAC to half a step"
+        if plan.method == EIGEN_ADAM:  # its work cannot be divided, so max_overhead is refused
+            self._advice = "Set max_dim to fewer rows than the layer has"
         # max_dim does not save the orthogonalization of updates, so it does not count.
         self._work = sum(
             flops(
@@ -186,9 +189,8 @@ class _WidthCheck:
                 "width",
                 f"preconditioning takes about {ratio:.1f} times the operations of forward and "
                 f"backward, because layers are wide for this batch: layer {widest.name} has "
-                f"{widest.g_dim} x {widest.a_dim} weights and {own:.0f} rows per step. Set "
-                "max_overhead=0.5, which limits the time of K-FAC to half a step, or use a larger "
-                "batch",
+                f"{widest.g_dim} x {widest.a_dim} weights and {own:.0f} rows per step. "
+                f"{self._advice}, or use a larger batch",
             )
 
 

@@ -60,8 +60,8 @@ def steps_per_epoch(size: int, batch_size: int, drop_last: bool = True) -> int:
         return -(-size // batch_size)
     if size < batch_size:
         raise UsageError(
-            f"batch_size {batch_size} is larger than the training set of {size} examples. "
-            "Choose a smaller batch_size"
+            f"trainer.batch_size={batch_size} is larger than the training set of {size} examples. "
+            "Set a smaller batch size, or trainer.drop_last=false"
         )
     return size // batch_size
 

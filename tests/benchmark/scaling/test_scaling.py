@@ -122,6 +122,8 @@ def test_commands_start_the_right_number_of_ranks():
         ("world_size=2", "world_size=2: write --world-size 2"),
         ("runs_dir=x", "runs_dir=x: write --runs-dir x"),
         ("seed=1", "each run has its own seed"),
+        ("trainer.max_steps=3", "kfac-bench scaling sets trainer.max_steps itself"),
+        ("--sbatch=--gpus=4", "--launcher is local: add --launcher slurm"),
         ("from=runs/a/config.yaml", "from=runs/a/config.yaml: kfac-bench scaling reads no file"),
         ("trainer.batch_sise=1", "did you mean trainer.batch_size"),
         ("--rounds=", "--rounds : expected"),
