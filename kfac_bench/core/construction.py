@@ -191,8 +191,11 @@ def _connect_ranks(
         PlansDifferError: a rank has another plan, or other options, than rank 0.
     """
     check_same_on_all_ranks(collective, what, device)
-    # Backends need the same groups in the same order on every rank, so the set is sorted.
-    groups = sorted({op.ranks for op in plan.ops() if len(op.ranks) > 1})
+    # Backends need the same groups in the same order on every rank. Rows of the grid of ranks come
+    # before columns, so that each rank makes as many groups before a group as the other members:
+    # torch counts them to name the groups of a part of the ranks.
+    found = {op.ranks for op in plan.ops() if len(op.ranks) > 1}
+    groups = sorted(found, key=lambda ranks: (ranks[1] - ranks[0], ranks))
     collective.prepare(groups, apart=overlap)
 
 
@@ -230,17 +233,15 @@ def _connect_layers(
         assigned = AssignedGradients(Moments(reduce=reduce, eigenbasis=executor.store.eigenbasis))
     if executor.background is not None:
         moments = BackgroundMoments(executor.background, moments)
-    # A weak reference: the hooks on a model must not keep the wrapper of that model alive.
-    wrapper = ref(wrapped)
     sender = None
     if options["overlap"] and sends:
         sender = EarlySender(
             moments,
             executor.begin_factors,
             executor.void_factors,
-            # DistributedDataParallel's own flag is False inside its no_sync().
-            is_last=lambda: getattr(wrapper(), "require_backward_grad_sync", True),
+            ref(wrapped),  # the hooks on a model must not keep the wrapper of that model alive
         )
+        executor.sends_early = True
     return Capture(
         model,
         [layer for name, layer in executor.layers.items() if name in computed],

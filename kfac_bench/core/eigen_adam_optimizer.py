@@ -20,6 +20,9 @@ from kfac_bench.core.options import checked, takes_options
 KEY = "kfac"
 """The entry of a parameter's state that holds the state of K-FAC."""
 
+OWN_OPTIONS = "eigen_adam"
+"""The entry of a parameter group that holds the options of EigenAdam that are not AdamW's."""
+
 _COVERED: MutableMapping[Tensor, "_Cover"] = WeakTensorKeyDictionary()
 """The parameters that get their direction from some KFAC.
 
@@ -142,11 +145,26 @@ class EigenAdam(AdamW):
         weight_decay: float = 0.0,
         **options: Unpack[EigenAdamOptions],
     ) -> None:
-        values = cast("EigenAdamOptions", checked("EigenAdam", EigenAdamOptions, options))
+        own: Mapping[str, Any] = options
+        if not own and isinstance(params, list) and params and isinstance(params[0], dict):
+            own = params[0].get(OWN_OPTIONS, {})
+        values = cast("EigenAdamOptions", checked("EigenAdam", EigenAdamOptions, own))
         self._waiting: dict[Tensor, Any] = {}
         self._lacks_kfac = False
         self.rule = AdamRule(betas, eps, values)
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._own_options = dict(own)
+        self._note_options()
+
+    def _note_options(self) -> None:
+        """Put the options of the constructor into the parameter groups.
+
+        Horovod's DistributedOptimizer makes another optimizer of this class from the groups alone.
+        """
+        for group in self.param_groups:
+            group.pop(OWN_OPTIONS, None)
+            if self._own_options:
+                group[OWN_OPTIONS] = self._own_options
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state with that of the KFAC, for a KFAC that is built for the copy."""
@@ -155,7 +173,7 @@ class EigenAdam(AdamW):
             waiting |= each.by_parameter()
         # AdamW's own copy needs its entries for each parameter in the state.
         own = {p: entry for p, entry in self.state.items() if "exp_avg" in entry}
-        packed |= {"rule": self.rule}
+        packed |= {"rule": self.rule, "_own_options": self._own_options}
         return packed | {"state": defaultdict(dict, own), "_waiting": waiting, "_lacks_kfac": False}
 
     @torch.no_grad()
@@ -265,6 +283,7 @@ class EigenAdam(AdamW):
         super().load_state_dict(
             state_dict | {"state": {i: entry for i, entry in own.items() if entry}}
         )
+        self._note_options()
         params = (p for group in self.param_groups for p in group["params"])
         ids = (i for group in state_dict["param_groups"] for i in group["params"])
         saved = {p: of_kfac[i] for i, p in zip(ids, params, strict=True) if i in of_kfac}
@@ -279,9 +298,9 @@ class EigenAdam(AdamW):
 
     def give_waiting_state(self, coverage: Coverage) -> None:
         """Load into a new KFAC what :meth:`load_state_dict` got before there was one."""
-        waiting, self._waiting = self._waiting, {}
-        if waiting and coverage.state is not None:
-            coverage.state.load(waiting)
+        if self._waiting and coverage.state is not None:
+            coverage.state.load(self._waiting)  # if it fails, another KFAC may be built
+        self._waiting = {}
 
     def _check_loaded(self) -> None:
         """Warn in the first step after a state without that of the KFAC was loaded."""

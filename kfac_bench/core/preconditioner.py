@@ -5,6 +5,7 @@ and :mod:`.stepper` runs a step with them. docs/explanation/architecture.md foll
 through these files.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -41,7 +42,7 @@ from kfac_bench.core.layer_plan import Report, choose_within_budget, covered_lay
 from kfac_bench.core.layers.coverage import LayerTypes, SkippedModule
 from kfac_bench.core.optimizer_state import OptimizerState
 from kfac_bench.core.options import check_names, takes_options
-from kfac_bench.core.planning.budget import Choice
+from kfac_bench.core.planning.budget import NO_CHOICE, Choice
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.stepper import FirstSteps, Stepper, measure
 
@@ -237,13 +238,21 @@ class KFAC:
             The preconditioner.
 
         Raises:
-            RuntimeError: The preconditioner is attached already, or :meth:`detach` was called.
+            RuntimeError: The preconditioner is attached already, :meth:`detach` was called, or
+                the model is a pipeline (``model_parallel``).
             TypeError: The optimizer is not a ``torch.optim.Optimizer``.
         """
         if self._capture is None:
             raise RuntimeError("attach() after detach(): build another KFAC")
         if self._attachment is not None:
             raise RuntimeError("attach() was called before: K-FAC already runs in optimizer.step()")
+        if self._others is not None and self._others.world_size > 1:
+            # A stage whose optimizer steps without gradients would leave out this step alone.
+            self.detach()
+            raise RuntimeError(
+                "attach() with model_parallel: all stages must step together, so call step() "
+                "before optimizer.step()"
+            )
         try:
             self._attachment = Attachment(self._optimizer, self._step_in_hook, scaler)
         except TypeError:
@@ -557,6 +566,11 @@ class KFAC:
         skipped = [*self._skipped, *left_out]
         return Report(self.plan, self.collective.rank, layers, skipped, self.choice)
 
+    @property
+    def is_detached(self) -> bool:
+        """True after :meth:`detach`."""
+        return self._capture is None
+
     def detach(self) -> None:
         """Remove all hooks from model and optimizer.
 
@@ -612,10 +626,9 @@ class KFAC:
         saved: dict[str, Any] = {"steps": self.steps, "layers": layers}
         if self._adaptive is not None:
             saved["damping"] = self._adaptive.value
-        if self._executor.gradients.left:
-            saved["left"] = sorted(self._executor.gradients.left)
-        if self.choice is not None:
-            saved["choice"] = asdict(self.choice)
+        saved["left"] = sorted(self._executor.gradients.left)
+        if self._options["max_overhead"] is not None:
+            saved["choice"] = asdict(self.choice or NO_CHOICE)
         return saved
 
     @property
@@ -653,6 +666,13 @@ class KFAC:
             self._capture.pop()
             self._executor.abandon_factors()
         complete = state.load_layers(merged, self._executor, steps)
+        if steps and (lacking := state_check.without_moments(merged, self.plan, states)):
+            warnings.warn(
+                f"the K-FAC state lacks Adam's moments of {len(lacking)} layers, such as "
+                f"{lacking[0]}, which start again at zero: pass state_dict(shard=True) of all "
+                "ranks",
+                stacklevel=2,
+            )
         self.steps = steps
         self._guards.statistics.leave(states[0].get("left", ()))
         if self._first_steps is not None and steps > 0:

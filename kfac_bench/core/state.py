@@ -94,7 +94,7 @@ def layers_state(run: Executor, *, shard: bool) -> LayersState:
             if key in run.store.factors:
                 entry |= {"factor": run.store.factor(key), "weight": run.store.weights[key]}
             if key in run.store.decompositions:
-                entry[_kind(run)] = run.store.decompositions[key].saved()
+                entry[_kind(run)] = _alone(run.store.decompositions[key].saved(), shard=shard)
             if key in pending:
                 entry["pending"] = pending[key]
             if entry:
@@ -105,13 +105,28 @@ def layers_state(run: Executor, *, shard: bool) -> LayersState:
                 layers[name]["second_moment_weight"] = run.store.moment_weights[name]
             if is_first and name in run.store.adam:
                 moments = run.store.adam[name]
+                tensors = [moments.first, moments.second, moments.skipped]
+                first, second, skipped = _alone(tensors, shard=shard)
                 layers[name]["adam"] = {
-                    "first": moments.first,
-                    "second": moments.second,
+                    "first": first,
+                    "second": second,
                     "steps": moments.steps,
-                    "skipped": moments.skipped,
+                    "skipped": skipped,
                 }
     return layers
+
+
+def _alone(tensors: Sequence[Tensor], *, shard: bool) -> list[Tensor]:
+    """Return the tensors, in a shard as copies if they are parts of a stack or a message.
+
+    torch.save writes the whole memory of a view, so every shard would have the layers of others.
+    """
+    return [x.clone() if shard and x.numel() < _memory_numel(x) else x for x in tensors]
+
+
+def _memory_numel(x: Tensor) -> int:
+    """Return the number of elements that the memory of a tensor holds."""
+    return x.untyped_storage().nbytes() // x.element_size()
 
 
 def _pending(run: Executor) -> dict[FactorKey, dict[str, Any]]:

@@ -6,14 +6,15 @@ anything that torch can load.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from torch import Tensor
 
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.planning.budget import Choice
+from kfac_bench.core.planning.budget import NO_CHOICE, Choice
 from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
+from kfac_bench.core.planning.plan import EIGEN_ADAM, Plan
 
 KINDS = ("eigen", "inverse")
 """Names that a decomposition may have in a saved state."""
@@ -38,7 +39,13 @@ def check(
         ValueError: A layer is missing or unknown, a tensor has another shape or type, or a number
             is not possible.
     """
-    steps = max(_count("steps", each["steps"]) for each in states)
+    counts = {_count("steps", each["steps"]) for each in states}
+    if len(counts) > 1:
+        raise ValueError(
+            f"K-FAC state: shards of different steps ({min(counts)} and {max(counts)}): pass the "
+            "shards of one checkpoint"
+        )
+    (steps,) = counts
     damping = states[0].get("damping", 1.0)
     if not isinstance(damping, int | float) or not 0 < damping < math.inf:
         raise ValueError(f"K-FAC state: the damping is {str(damping)[:50]}, expected more than 0")
@@ -65,6 +72,17 @@ def check(
     return steps
 
 
+def without_moments(
+    merged: Mapping[str, Mapping[str, Any]], plan: Plan, states: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Return the layers of a plan with Adam's moments whose moments a state of some steps lacks."""
+    if plan.method != EIGEN_ADAM:
+        return []
+    left = states[0].get("left", [])
+    names = (placement.layer.name for placement in plan.placements)
+    return [name for name in names if name not in left and "adam" not in merged.get(name, {})]
+
+
 def choice(states: Sequence[Mapping[str, Any]]) -> Choice | None:
     """Return the choice of a budget that a state has, None if it has none.
 
@@ -72,7 +90,7 @@ def choice(states: Sequence[Mapping[str, Any]]) -> Choice | None:
         ValueError: It is not one.
     """
     saved = states[0].get("choice")
-    if saved is None:
+    if saved in (None, asdict(NO_CHOICE)):
         return None
     names = [field.name for field in fields(Choice)]
     if not isinstance(saved, Mapping) or sorted(saved) != sorted(names):
@@ -93,7 +111,7 @@ def _check_factor(
         raise ValueError(
             f"K-FAC state of {spec.name}: expected a {list(shape)} {factor}, found nothing; "
             "pass the state of every rank that saved one, and use the same frozen layers, "
-            "the same model and block_size"
+            "the same model, max_dim, block_size and max_overhead"
         )
     if saved is not None:
         _check_tensor(spec.name, factor, saved, shape)
@@ -144,7 +162,8 @@ def _check_tensor(name: str, what: str, found: Any, shape: tuple[int, ...]) -> N
     if tuple(found.shape) != shape:
         raise ValueError(
             f"K-FAC state of {name}: expected a {list(shape)} {what}, found {list(found.shape)}; "
-            "pass the state of every rank that saved one, and the same model and block_size"
+            "pass the state of every rank that saved one, and use the same model, max_dim, "
+            "block_size and max_overhead"
         )
     if not found.is_floating_point():
         raise ValueError(

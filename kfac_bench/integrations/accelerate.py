@@ -53,7 +53,13 @@ def attach_kfac(
     keywords = options_for(optimizer.optimizer, options)
     preconditioner = KFAC(model, optimizer.optimizer, **keywords).attach(accelerator.scaler)
     preconditioner.in_optimizer_state = False
-    accelerator.register_for_checkpointing(_Checkpointed(preconditioner))
+    # Accelerate counts the checkpointed objects. So another KFAC takes the place of a detached one.
+    for known in accelerator._custom_objects:
+        if isinstance(known, _Checkpointed) and known.preconditioner.is_detached:
+            known.preconditioner = preconditioner
+            break
+    else:
+        accelerator.register_for_checkpointing(_Checkpointed(preconditioner))
     return preconditioner
 
 
@@ -74,12 +80,12 @@ class _Checkpointed:
     """The state of a preconditioner on all ranks, as Accelerate saves and loads objects."""
 
     def __init__(self, preconditioner: KFAC) -> None:
-        self._preconditioner = preconditioner
+        self.preconditioner = preconditioner
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; all ranks call it, and the main process saves what it gets."""
-        return whole_state(self._preconditioner) or {}
+        return whole_state(self.preconditioner) or {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned on the main process."""
-        load_whole_state(self._preconditioner, state)
+        load_whole_state(self.preconditioner, state)

@@ -6,8 +6,10 @@ A framework's checkpoint is one file, so :func:`whole_state` gathers the state o
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from kfac_bench.core import KFAC
 from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS
@@ -22,13 +24,22 @@ def whole_state(preconditioner: KFAC) -> dict[str, Any] | None:
     All ranks must call it. If each rank holds everything (one process, or ``comm_opt``), nothing is
     sent and every rank gets the state. Otherwise the ranks send their shards to rank 0, and the
     other ranks get None.
+
+    Raises:
+        RuntimeError: K-FAC spans a part of the ranks of the default process group.
     """
     if preconditioner.holds_whole_state:
         return preconditioner.state_dict()
-    shards: list[Any] | None = None
-    if preconditioner.collective.rank == 0:
-        shards = [None] * preconditioner.collective.world_size
-    dist.gather_object(preconditioner.state_dict(shard=True), shards)
+    collective = preconditioner.collective
+    if collective.world_size != dist.get_world_size():
+        raise RuntimeError(
+            "the state of K-FAC over a part of the ranks cannot be gathered: save "
+            "preconditioner.state_dict(shard=True) on each rank"
+        )
+    shards: list[Any] | None = [None] * collective.world_size if collective.rank == 0 else None
+    # Rank 0 would unpickle tensors on the GPUs of the ranks that sent them.
+    own = tree_map_only(torch.Tensor, torch.Tensor.cpu, preconditioner.state_dict(shard=True))
+    dist.gather_object(own, shards)
     return None if shards is None else {"shards": shards}
 
 

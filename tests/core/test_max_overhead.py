@@ -12,6 +12,7 @@ from weakref import ref
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from kfac_bench.core import KFAC, preconditioner, stepper
@@ -123,11 +124,22 @@ def test_a_state_keeps_the_choice_and_continues_bit_by_bit(clock):
     assert train(again, second, 6, WATCHED + 3) == want
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_distributed_checkpoint_keeps_the_choice(clock, tmp_path):
+    model, optimizer, kfac = budgeted(0.5)
+    train(model, optimizer, WATCHED + 2)
+    dcp.save({"kfac": kfac}, checkpoint_id=tmp_path)
+    _, _, resumed = budgeted(0.5)
+    dcp.load({"kfac": resumed}, checkpoint_id=tmp_path)
+    assert resumed.choice == kfac.choice is not None
+    assert resumed.steps == kfac.steps
+
+
 def test_a_state_of_the_first_steps_lets_them_begin_again(clock):
     model, optimizer, kfac = budgeted(1.0)
     train(model, optimizer, 3)
     saved = kfac.state_dict()
-    assert "choice" not in saved
+    assert saved["choice"]["update_freq"] == 0, "no choice yet"
     again, second, loaded = budgeted(1.0)
     loaded.load_state_dict(saved)
     train(again, second, WATCHED - 1)
@@ -235,6 +247,41 @@ def two_ranks():
         optimizer.step()
     rates = measure(TorchCollective(), torch.device("cpu"), "inverse")
     return kfac.choice, kfac.plan.digest(), rates, [p.detach() for p in model.parameters()]
+
+
+class Optional(nn.Module):
+    """Rank 1 leaves out the second layer in one step, so it sends less while backward runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.seldom = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x, step):
+        x = self.always(x)
+        return x if (torch.distributed.get_rank(), step) == (1, 1) else self.seldom(x)
+
+
+def two_ranks_with_overlap():
+    torch.manual_seed(0)
+    model = Optional()
+    optimizer = sgd(model)
+    kfac = KFAC(model, optimizer, max_overhead=50.0, overlap=True, factor_update_freq=1)
+    for step in range(WATCHED + 3):
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.randn(64, 32), step).square().mean().backward()
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            torch.distributed.all_reduce(p.grad)
+        kfac.step()
+        optimizer.step()
+    kfac.load_state_dict(kfac.state_dict())
+    return [p.detach() for p in model.parameters()]
+
+
+def test_the_first_steps_with_overlap_send_equal_messages():
+    first, second = run_ranks(2, two_ranks_with_overlap)
+    for p, q in zip(first, second, strict=True):
+        assert torch.equal(p, q)
 
 
 def test_all_ranks_take_the_choice_of_rank_0():

@@ -137,6 +137,37 @@ def test_layers_that_were_left_to_the_optimizer_stay_left():
 
 
 @pytest.mark.filterwarnings("ignore:K-FAC")
+def test_distributed_checkpoint_keeps_layers_that_were_left(tmp_path):
+    model = doubled(Doubled, nn.Linear)
+    optimizer = with_sgd(model)
+    train(model, optimizer, range(6))
+    kfac = optimizer.preconditioner
+    assert kfac.state_dict()["left"] == ["1"]
+    dcp.save({"kfac": kfac}, checkpoint_id=tmp_path)
+    resumed = with_sgd(doubled(Doubled, nn.Linear)).preconditioner
+    dcp.load({"kfac": resumed}, checkpoint_id=tmp_path)
+    assert resumed.state_dict()["left"] == ["1"]
+
+
+def test_a_copy_of_the_class_from_the_groups_keeps_the_options():
+    """Horovod's DistributedOptimizer makes its optimizer so."""
+    model = Net()
+    ours = EigenAdam(model.parameters(), LR, scale=2.0, orthogonalize="none", update_clip=None)
+    wrapped = type("EigenAdam", (EigenAdam,), {})(ours.param_groups)
+    assert wrapped.rule == ours.rule
+    wrapped.load_state_dict(EigenAdam(model.parameters()).state_dict())
+    assert type("EigenAdam", (EigenAdam,), {})(wrapped.param_groups).rule == ours.rule
+    assert "eigen_adam" not in EigenAdam(model.parameters()).param_groups[0]
+
+
+def test_a_state_waits_also_after_a_kfac_that_it_does_not_fit():
+    again, resumed = loaded(*trained(scale=2.0, orthogonalize="none"))
+    with pytest.raises(ValueError, match="use the same model, max_dim, block_size"):
+        KFAC(again, resumed, **KFAC_DEFAULTS, max_dim=2)
+    assert KFAC(again, resumed, **KFAC_DEFAULTS).steps == 3
+
+
+@pytest.mark.filterwarnings("ignore:K-FAC")
 def test_a_model_whose_layers_are_all_left_is_trained_by_adamw():
     model = doubled(Doubled, Doubled)
     optimizer = eigen_adam(model, kfac=OFTEN)

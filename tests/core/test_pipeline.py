@@ -129,6 +129,46 @@ def test_two_stages_on_two_ranks_each_equal_one_process(strategy):
     assert all(n == nus[0] for n in nus)
 
 
+def attached_stage():
+    model = tiny_model()
+    with pytest.raises(RuntimeError, match="all stages must step together, so call step"):
+        make_kfac(
+            model,
+            optimizer_of(model, {}),
+            {},
+            collective=SingleProcess(),
+            model_parallel=TorchCollective(),
+        ).attach()
+
+
+def test_attach_is_refused():
+    """A stage without gradients would leave out a step alone, and the others would wait for it."""
+    run_ranks(2, attached_stage)
+
+
+def four_of_five():
+    group = dist.new_group([0, 1, 2, 3])  # all five ranks make it
+    if dist.get_rank() == 4:
+        return None
+    kfac = make_kfac(
+        (model := tiny_model()),
+        optimizer_of(model, {}),
+        {"strategy": "hybrid_opt"},
+        collective=TorchCollective(group),
+    )
+    workers = [placement.grad_workers for placement in kfac.plan.placements]
+    kfac.detach()
+    return workers
+
+
+@pytest.mark.slow
+def test_rows_and_columns_of_a_part_of_the_ranks():
+    *members, other = run_ranks(5, four_of_five)
+    assert other is None
+    assert {(0, 2), (1, 3)} >= set(members[0])
+    assert all(each == members[0] for each in members)
+
+
 def other_limits_on_rank():
     """Only the second stage has a KL clip: it would wait for the sums of the first one."""
     model, options = tiny_model(), {"kl_clip": (None, 1e-3)[dist.get_rank()]}

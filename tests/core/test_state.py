@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from kfac_bench import eigen_adam
 from tests.core.test_preconditioner import backward, batch, kfac_of, tiny_model
 from tests.core.test_strategies import has_batches, planned
 
@@ -177,3 +178,40 @@ def test_a_number_of_steps_that_no_run_has_is_refused(steps):
     kfac = kfac_of(tiny_model())
     with pytest.raises(ValueError, match=r"steps is .*, expected a whole number"):
         kfac.load_state_dict({"steps": steps, "layers": {}})
+
+
+def test_shards_of_two_checkpoints_are_refused():
+    model = tiny_model()
+    kfac = kfac_of(model)
+    step(model, kfac, seed=1)
+    early = copy.deepcopy(kfac.state_dict())
+    step(model, kfac, seed=2)
+    with pytest.raises(ValueError, match=r"shards of different steps \(1 and 2\)"):
+        kfac.load_state_dict(early, kfac.state_dict())
+
+
+def eigen_adam_state(shard):
+    """Return the optimizer and the state after a step; layers of one shape share stacks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    optimizer = eigen_adam(model, kfac={"update_freq": 1, "factor_update_freq": 1})
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+    return optimizer.preconditioner, optimizer.preconditioner.state_dict(shard=shard)
+
+
+def test_a_shard_keeps_no_memory_of_other_layers():
+    _, saved = eigen_adam_state(shard=True)
+    for tensor in tensors_of(saved):
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def test_missing_moments_of_adam_are_said():
+    kfac, saved = eigen_adam_state(shard=False)
+    state = copy.deepcopy(saved)
+    del state["layers"]["1"]["adam"]
+    with pytest.warns(UserWarning, match="lacks Adam's moments of 1 layers, such as 1, which"):
+        kfac.load_state_dict(state)
+    kfac.load_state_dict(saved)

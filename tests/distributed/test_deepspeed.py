@@ -388,6 +388,37 @@ def test_the_one_line_form_works_without_zero_and_is_refused_with_zero():
         assert "EigenAdam needs whole weights, so use ZeRO stage 0" in said
 
 
+def failed_on_rank():
+    model = tiny_model()
+    with deepspeed_here(1):
+        import deepspeed
+
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=sgd(model),
+            config={
+                "train_micro_batch_size_per_gpu": 16,
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000},
+            },
+        )
+        engine.backward(loss_of(engine, *my_part(*batch(0)))[1])
+        try:
+            with whole_gradients(engine):
+                assert all(p.grad is not None for p in model.parameters())
+                raise KeyError("from the block")
+        except KeyError:
+            return [p.grad is None for p in model.parameters()]
+        finally:
+            engine.destroy()
+
+
+@pytest.mark.slow
+def test_an_error_inside_the_block_leaves_no_whole_gradients():
+    for each in run_ranks(2, failed_on_rank):
+        assert all(each)
+
+
 def refused_on_rank(config):
     with deepspeed_here(1):
         import deepspeed

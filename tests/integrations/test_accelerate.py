@@ -172,6 +172,19 @@ def test_wrong_use_is_refused():
         check_engine(DistributedType.DEEPSPEED)
 
 
+def test_another_kfac_takes_the_place_of_a_detached_one(tmp_path):
+    script = Script()
+    script.kfac.detach()
+    script.kfac = attach_kfac(script.accelerator, script.model, script.optimizer, **OPTIONS)
+    script.train(0, 4)
+    script.accelerator.save_state(tmp_path)
+    steps = script.kfac.steps
+    forget()
+    again = Script()
+    again.accelerator.load_state(tmp_path)
+    assert again.kfac.steps == steps > 0
+
+
 def on_rank(folder, options):
     """Save and load in a process of two."""
     environment = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": 2}

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -160,11 +160,11 @@ class EarlySender:
     Args:
         moments: The sums of all layers.
         on_complete: Called during backward each time a layer is complete. Its argument holds the
-            moments of all complete layers. It is not called while ``accumulating`` or ``is_last``
+            moments of all complete layers. It is not called while ``accumulating`` or the wrapper
             say that more backwards will follow.
         on_void: Called if gradients are discarded although their moments may have been sent,
             on this rank or on another one.
-        is_last: Returns whether the running backward is the last one of the step.
+        wrapper: The model as K-FAC got it.
     """
 
     def __init__(
@@ -172,12 +172,15 @@ class EarlySender:
         moments: Moments,
         on_complete: Callable[[Mapping[str, Collected | None]], None],
         on_void: Callable[[], None],
-        is_last: Callable[[], bool],
+        wrapper: ref[nn.Module],
     ) -> None:
         self.accumulating = False
         """True if more backwards will follow. The owner sets it."""
         self._moments = moments
-        self._on_complete, self._on_void, self._is_last = on_complete, on_void, is_last
+        self._on_complete, self._on_void = on_complete, on_void
+        self.wrapper = wrapper
+        """The model or its DistributedDataParallel, whose flag is False inside ``no_sync()``. The
+        hooks set it, because the wrapper may be made after K-FAC."""
         self._pending: Counter[str] = Counter()  # uses without gradient yet, by layer
         # Forwards of which a gradient has come, and expected ones of which none has come. Moments
         # know the examples of a forward only from its gradients.
@@ -211,7 +214,8 @@ class EarlySender:
 
     def finish(self, names: Iterable[str]) -> None:
         """Send complete layers, unless more backwards will follow."""
-        if self.accumulating or self._is_void or not self._is_last():
+        is_last = getattr(self.wrapper(), "require_backward_grad_sync", True)
+        if self.accumulating or self._is_void or not is_last:
             return
         # Also without complete layers: all ranks must agree, and others may have complete layers.
         self._has_begun = True

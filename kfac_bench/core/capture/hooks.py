@@ -203,6 +203,8 @@ class Capture:
         wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
         if wrapper is not None:
             self.wrapper = ref(wrapper)
+            if self.sender is not None:
+                self.sender.wrapper = self.wrapper
         if self.enabled and module.training:
             examples = Examples((args, kwargs) if self._counts_examples else (), self._forward)
             self._examples[examples.forward] = examples

@@ -33,7 +33,12 @@ def whole_gradients(engine: Any) -> Iterator[None]:
     """
     check(engine)
     gather_gradients(engine)
-    yield
+    try:
+        yield
+    except BaseException:
+        for p in _parameters(engine) if engine.zero_optimization_stage() > 0 else ():
+            p.grad = None  # DeepSpeed would add the next gradient to it
+        raise
     scatter_gradients(engine)
 
 

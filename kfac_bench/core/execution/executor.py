@@ -123,6 +123,8 @@ class Executor:
             plan, collective, layers, self.store, self.batch_statistics, self.gradients
         )
         self._begun = _Begun()
+        self.sends_early = False
+        """Whether hooks call :meth:`begin_factors` while backward runs."""
         self.background = background
         self.background_slices: BackgroundSlices | None = None
         if background is not None:
@@ -163,11 +165,19 @@ class Executor:
         self._begun.is_void = True
 
     def abandon_factors(self) -> None:
-        """Forget what :meth:`begin_factors` started, once its messages have arrived."""
-        for sent in self._begun.in_flight:
-            sent.work.wait()
-        self._begun = _Begun()
+        """Forget what :meth:`begin_factors` started, once its messages have arrived.
+
+        If factors are sent early, all ranks must call it together.
+        """
+        begun, self._begun = self._begun, _Begun()
+        if self.sends_early:
+            self._send_rest(begun, Request((), None, 0.0, {}))
         self.batch_statistics.factors.clear()
+
+    def _send_rest(self, begun: _Begun, request: Request) -> None:
+        """Send, without statistics, what other ranks may have sent of a stage that is repeated."""
+        rest = islice(self.plan.factors, begun.ops, None)
+        self._run_stage(rest, begun.in_flight, replace(request, collected={}))
 
     def run(self, request: Request) -> None:
         """Run one step's stages; ``gradients`` has the preconditioned gradients afterwards."""
@@ -179,9 +189,7 @@ class Executor:
             if ops is not self.plan.factors and ops is not self.plan.precondition:
                 request.check()
             if ops is self.plan.factors and begun.is_void:
-                # Ranks may have sent different numbers of messages. They send the rest first.
-                rest = islice(ops, begun.ops, None)
-                self._run_stage(rest, begun.in_flight, replace(request, collected={}))
+                self._send_rest(begun, request)
                 self.batch_statistics.factors.clear()
                 self._run_stage(ops, [], request)
             # While backward ran, begin_factors may have executed the first ops of this stage.

@@ -79,7 +79,7 @@ def _met_offsets(
             for offset in range(k)
             if any(0 <= offset * d - before + s * i < size for i in range(count))
         ]
-        met.append(range(meets[0], meets[-1] + 1) if meets else range(1))
+        met.append(range(meets[0], meets[-1] + 1) if meets else range(0))
     return met
 
 
@@ -98,6 +98,14 @@ def _moment_of_met(
 
     A kernel of these offsets alone sees the same pixels, so its moment is a part of the whole.
     """
+    columns = x.shape[1] // groups * math.prod(kernel)
+    if not all(met):
+        # Every patch is padding, so only the number of patches is not zero.
+        out = x.new_zeros(groups, columns + bias, columns + bias, dtype=at_least_float32(x).dtype)
+        if bias:
+            counts = output_size(x.shape[2:], kernel, stride, padding, dilation)
+            out[:, -1, -1] = len(x) * math.prod(counts)
+        return out
     shorter = list(padding)
     for axis, offsets in enumerate(met):
         # Padding may become negative, which removes pixels that no offset meets.
@@ -106,7 +114,6 @@ def _moment_of_met(
     part = input_moment(
         x, [len(offsets) for offsets in met], stride, shorter, "zeros", dilation, groups, bias=bias
     )
-    columns = x.shape[1] // groups * math.prod(kernel)
     numbers = torch.arange(columns, device=x.device).view(-1, *kernel)
     rows = numbers[:, *(slice(offsets.start, offsets.stop) for offsets in met)].flatten()
     if bias:

@@ -121,7 +121,7 @@ def _parts(
             yield from _recurrent_parts(name, module, skip, max_dim)
             continue
         reason = _reason_to_skip(name, module, skip, types)
-        if not isinstance(module, nn.MultiheadAttention):
+        if not _is_attention(module, types):
             layers = [] if reason else _make(name, module, types, max_dim)
             # A layer class of the user's own may name another parameter as the weight.
             reason = reason or _unusable(layers[0].weight)
@@ -188,6 +188,11 @@ def _type_of(module: nn.Module, types: LayerTypes) -> type[Layer] | None:
     return None
 
 
+def _is_attention(module: nn.Module, types: LayerTypes) -> bool:
+    """Check whether it is an attention module without a layer class of the user's own."""
+    return isinstance(module, nn.MultiheadAttention) and _type_of(module, types) is None
+
+
 def _is_conv1d_of_transformers(kind: type) -> bool:
     """Check without importing transformers: a model of transformers has imported it already."""
     module = sys.modules.get("transformers.pytorch_utils")
@@ -199,13 +204,15 @@ def _reason_to_skip(
 ) -> str | None:
     if (reason := _skip_pattern(name, module, skip)) is not None:
         return reason
-    if isinstance(module, nn.MultiheadAttention):
+    if _is_attention(module, types):
         return reason_to_skip_attention(module)
     layer_type = _type_of(module, types)
     if layer_type is None:
         return f"no layer class for {type(module).__name__} (add one with layer_types)"
     reason = layer_type.reason_to_skip(module)
-    return reason or (_unusable(module.weight) if hasattr(module, "weight") else None)
+    # A class of the user's own may name another parameter as the weight; its layer is checked.
+    is_ours = layer_type in LAYER_TYPES.values()
+    return reason or (_unusable(module.weight) if is_ours and hasattr(module, "weight") else None)
 
 
 def _skip_pattern(name: str, module: nn.Module, skip: Sequence[str]) -> str | None:

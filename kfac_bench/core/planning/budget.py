@@ -101,6 +101,11 @@ class Choice:
         )
 
 
+NO_CHOICE = Choice(0, 0, 0, 0, 0.0)
+"""Stands in a saved state for a choice that was not made yet: torch.distributed.checkpoint loads
+only what the state of the object has that it loads into."""
+
+
 def stage_seconds(plan: Plan, rows: Mapping[str, float], rates: Rates) -> dict[Stage, float]:
     """Return the seconds of each stage, on the rank that takes longest.
 

@@ -172,3 +172,21 @@ def tensor_parallel(to_none):
 def test_a_discarded_pass_of_a_tensor_parallel_model(to_none):
     for want, got in run_ranks(2, tensor_parallel, to_none):
         assert_same(got, want, 1e-5)
+
+
+def accumulate_without_the_wrapper():
+    """Return whether K-FAC, which got the bare model, saw the flag of no_sync()."""
+    bare = tiny_model()
+    model, optimizer = DistributedDataParallel(bare), sgd(bare)
+    kfac = make_kfac(bare, optimizer, {"overlap": True})
+    x, y = my_part(*batch(0))
+    with model.no_sync():
+        F.cross_entropy(model(x), y).backward()
+    F.cross_entropy(model(x), y).backward()
+    kfac.step()
+    kfac.detach()
+
+
+def test_a_wrapper_that_kfac_did_not_get_says_when_more_backwards_follow():
+    """Hugging Face's Trainer gives its callbacks the bare model."""
+    run_ranks(2, accumulate_without_the_wrapper)

@@ -321,6 +321,7 @@ CONVOLUTIONS = {
     "padding valid": {"kernel_size": 3, "padding": "valid"},
     "all uneven": {"kernel_size": (2, 3), "padding": (2, 1), "stride": (3, 2), "dilation": (2, 1)},
     "7x7 stride 2": {"kernel_size": 7, "padding": 3, "stride": 2},
+    "dilation over a small image": {"kernel_size": 2, "padding": 4, "dilation": 8},
 }
 
 

@@ -325,6 +325,10 @@ class Kernel(nn.Module):
     def forward(self, x):
         return x @ self.kernel.T
 
+    @property
+    def weight(self):
+        return self.kernel.T
+
 
 class KernelLayer(LinearLayer):
     def __init__(self, name, module, max_dim):
@@ -337,6 +341,18 @@ def test_a_layer_type_whose_weight_has_another_name():
     model[0].kernel.requires_grad_(False)
     report = kfac_of(copy.deepcopy(model), layer_types=types).report()
     assert [(x.name, x.reason) for x in report.skipped] == [("0", "weight is frozen")]
+
+
+def test_a_layer_type_for_attention():
+    class Mine(nn.MultiheadAttention):
+        pass
+
+    class MineLayer(LinearLayer):
+        def __init__(self, name, module, max_dim):
+            super().__init__(name, module, max_dim, "in_proj_weight", "in_proj_bias")
+
+    layers = kfac_of(nn.Sequential(Mine(4, 2)), layer_types={Mine: MineLayer}).report().layers
+    assert [type(layer) for layer in layers if layer.name == "0"] == [MineLayer]
 
 
 def test_a_layer_type_may_stand_for_a_known_one_or_a_subclass():
