@@ -16,7 +16,7 @@ from typing import Protocol, TypedDict
 
 from kfac_bench.errors import UsageError, printable
 from kfac_bench.record import checkpoint_folder
-from kfac_bench.record.events import EVENTS_FILE, MOST_BYTES, Event
+from kfac_bench.record.events import EVENTS_FILE, MOST_BYTES, Event, Trained
 from kfac_bench.record.own_files import open_own, refuse_special, sync_folder
 
 BLOCK_BYTES = 1 << 20
@@ -103,10 +103,18 @@ class JsonlSink:
         """Append one line.
 
         Raises:
-            RecordError: The line cannot be written, as on a full disk, or another program has
-                changed or removed the file. No part of the line remains.
+            RecordError: The line cannot be written, as on a full disk, or the file has reached
+                its limit, or another program has changed or removed it. No part of the line
+                remains.
         """
         content = line_of(event).encode()
+        # The run can still record that it saves and ends.
+        most = MOST_BYTES - (BLOCK_BYTES if isinstance(event, Trained) else 0)
+        if self._bytes + len(content) > most:
+            raise RecordError(
+                f"{self._path}: has reached the limit of {MOST_BYTES:,} bytes. Go on with another "
+                f"run_id, resume={self._path.parent} and a larger trainer.log_freq"
+            )
         self._check_unchanged()
         line = content
         # The file is unbuffered, so a full disk may take only a part of the line.

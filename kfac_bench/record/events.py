@@ -23,7 +23,7 @@ from kfac_bench.record.own_files import read_own
 
 EVENTS_FILE = "events.jsonl"
 MOST_BYTES = 1 << 30
-"""Limit of an event file, which is read as a whole: about 3 million recorded steps."""
+"""Limit of an event file, which is read as a whole."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,8 +125,6 @@ def train(
         )
         # Only rank 0 reads the event file; its answer is every rank's answer.
         if ranks.any(complete is not None):
-            if ranks.is_main:
-                directory.note_state(complete or "finished", trainer.length.max_steps)
             return complete or "finished", 0
         with progress.task("opening the log"):
             opened = ranks.together(
@@ -272,6 +270,7 @@ def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None
     if not (at_target or time_is_up) and ended.step < trainer.length.max_steps:
         return None
     say_complete(directory, ended)
+    directory.note_state(ended.status, ended.step)
     return ended.status
 
 

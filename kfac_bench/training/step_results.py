@@ -122,10 +122,12 @@ class StageTimes:
 class Clock:
     """The training clock: a stopwatch that is paused during everything but training.
 
-    Its kind is ``wall`` (the time of day) or ``cpu`` (the processor time of this process).
+    Its kind is ``wall`` (the time of day) or ``cpu`` (the processor time of this process, less that
+    of its threads that do not train).
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, not_training_s: Callable[[], float] = lambda: 0.0) -> None:
+        self._not_training_s = not_training_s
         self._elapsed_s = 0.0
         self._since: float | None = None
         self._kind = kind
@@ -136,7 +138,9 @@ class Clock:
 
     def _now(self) -> float:
         # perf_counter() does not jump when the system time is set.
-        return time.process_time() if self._kind == "cpu" else time.perf_counter()
+        if self._kind == "wall":
+            return time.perf_counter()
+        return time.process_time() - self._not_training_s()
 
     def start(self) -> None:
         """Start the clock."""

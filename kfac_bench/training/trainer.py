@@ -24,7 +24,7 @@ from kfac_bench.data.images.random_methods import Mixup
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import lost_rank
 from kfac_bench.errors import RunFailedError, shortage
-from kfac_bench.randomness import seed_python_and_numpy
+from kfac_bench.randomness import preserve_rng, seed_python_and_numpy
 from kfac_bench.record.event_log import EventLog
 from kfac_bench.record.events import (
     Checkpointed,
@@ -86,8 +86,17 @@ class Trainer:
     def __post_init__(self) -> None:
         config, kfac, backend = self.config, self.kfac, self.backend
         self.ranks = backend.ranks
-        self.clock = Clock(config.clock)
-        self.length = RunLength.of(config, self.data.train_size)
+        self.length = length = RunLength.of(config, self.data.train_size)
+        self._saving = Saving(
+            self.directory / "checkpoints",
+            self.ranks,
+            config,
+            length.steps_per_epoch,
+            # A power cut must not leave a checkpoint that is ahead of the record.
+            lambda: self.log.sync(),
+        )
+        # Without the thread that writes checkpoints.
+        self.clock = Clock(config.clock, not_training_s=self._saving.cpu_s)
         self._eval_freq = config.eval_freq or self.length.steps_per_epoch
         self._rank_batches = RankBatches(self.data, config, self.seed, backend, self.length)
         self._update = Update(
@@ -107,14 +116,6 @@ class Trainer:
         self._skipped = SkippedExamples(self.ranks, self.data.faults, least)
         self._state = State(
             self.model, self.optimizer, kfac, self._update.scaler, backend, self.average
-        )
-        self._saving = Saving(
-            self.directory / "checkpoints",
-            self.ranks,
-            config,
-            self.length.steps_per_epoch,
-            # A power cut must not leave a checkpoint that is ahead of the record.
-            lambda: self.log.sync(),
         )
         several = self.ranks.world_size > 1
         watchdog_s = config.watchdog_s
@@ -256,7 +257,8 @@ class Trainer:
 
     def report_faults(self) -> None:
         """Emit an event for each new file that cannot be read. All ranks call this."""
-        self._skipped.report(self.log, self.step, self.clock.train_s())
+        with self.clock.paused():
+            self._skipped.report(self.log, self.step, self.clock.train_s())
 
     def _count_examples(self, batch: Batch) -> int:
         """Return the examples of the next update on all ranks; unreadable ones do not count."""
@@ -374,8 +376,9 @@ class Trainer:
         options = asdict(kfac.choice)
         overhead = options.pop("overhead")
         sent = kfac.report().payload_bytes()
-        self.log.emit(PlanChosen(self.step, self.clock.train_s(), options, overhead, sent))
-        self.say(str(kfac.choice))
+        with self.clock.paused():
+            self.log.emit(PlanChosen(self.step, self.clock.train_s(), options, overhead, sent))
+            self.say(str(kfac.choice))
 
     def _evaluate(self) -> bool:
         """Compute the metrics of the whole validation set; return whether the target is reached.
@@ -387,7 +390,8 @@ class Trainer:
         self._owes_evaluation = True
         if self._stopping:
             return False
-        with self._outside_training(), progress.task("evaluation", self._rank_batches.evaluated):
+        named = progress.task("evaluation", self._rank_batches.evaluated)
+        with self._outside_training(), self._own_randomness(), named:
             train_s = self._slowest_train_s()
             if self.config.check_ranks:
                 check_same_model(self._bare, self.kfac, self.ranks, self.step)
@@ -422,7 +426,7 @@ class Trainer:
         count = self.config.predictions
         if not count or not (self.ranks.is_main or self.backend.lockstep):
             return
-        with self._outside_training():
+        with self._outside_training(), self._own_randomness():
             self.model.eval()
             batches = map(self._to_device, self._rank_batches.show())
             shown = predictions.choose(self.task, self._evaluated, batches, count)
@@ -457,6 +461,18 @@ class Trainer:
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize()
         with self.clock.paused(), torch.no_grad():
+            yield
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """Seed the block, and leave the random numbers of training as they are.
+
+        A metric may draw. A run that is interrupted repeats an evaluation, and must go on equally.
+        """
+        devices = [self.ranks.device] if self.ranks.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), preserve_rng():
+            torch.manual_seed(seed := mixed_seed(self.seed, -4, self.step, self.ranks.rank))
+            seed_python_and_numpy(seed)
             yield
 
     def save(self, *, evaluate_again: bool = False) -> None:
@@ -494,11 +510,10 @@ class Trainer:
     def _report_checkpoint(self) -> None:
         """Emit an event if a checkpoint has reached the disk since the last call."""
         if (saved := self._saving.pop_saved()) is not None:
-            self.log.emit(
-                Checkpointed(
-                    saved.step, self.clock.train_s(), str(saved.path), saved.waited_s, saved.cpu_s
-                )
-            )
+            path, waited_s, cpu_s = str(saved.path), saved.waited_s, saved.cpu_s
+            with self.clock.paused():
+                train_s = self.clock.train_s()
+                self.log.emit(Checkpointed(saved.step, train_s, path, waited_s, cpu_s))
 
     def restore(self, saved: Checkpoint) -> None:
         """Load a checkpoint, which any number of ranks may have written.

@@ -46,8 +46,12 @@ def check_parts(config: TrainerConfig, world_size: int) -> None:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Return whether the model needs two examples at a time: one example has no variance."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    """Return whether each rank needs two examples at a time: one example has no variance.
+
+    Synchronized batch norm uses the examples of all ranks.
+    """
+    kind = nn.modules.batchnorm._BatchNorm
+    return any(isinstance(m, kind) and not isinstance(m, nn.SyncBatchNorm) for m in model.modules())
 
 
 class Update:

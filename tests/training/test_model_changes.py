@@ -12,6 +12,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record import checkpoint_folder
 from kfac_bench.record.events import Evaluated, Resumed
 from kfac_bench.training import checkpoint, model_changes, weights
+from kfac_bench.training.update import has_batch_norm
 from tests.support.distributed import run_ranks
 from tests.support.runs import (
     RESNET,
@@ -256,3 +257,5 @@ def test_batch_norm_is_synchronized_on_gpus_only(tmp_path):
     changed = model_changes.synchronize_batch_norm(model, Ranks(torch.device("cuda")))
     assert type(changed[1]) is nn.SyncBatchNorm
     assert changed.state_dict().keys() == names
+    assert not has_batch_norm(changed), "one example of each rank is enough"
+    assert has_batch_norm(nn.Sequential(nn.BatchNorm1d(3)))

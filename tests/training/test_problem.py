@@ -187,6 +187,35 @@ def test_a_loss_may_draw_random_numbers(tmp_path, own):
     assert len(ends) == 1
 
 
+NOISY_METRIC = """\
+def noisy_loss(model, batch):
+    output = model(batch[0])
+    return output.square().mean() * torch.rand(()), output
+
+
+def noisy_metric(model, batch):
+    return model(batch[0]).mean() + torch.rand(()) + random.random() + np.random.rand()
+
+
+class Noisy"""
+
+
+def test_a_metric_may_draw_random_numbers(tmp_path, own):
+    drawn = (
+        ("loss=nn.CrossEntropyLoss()", "loss=noisy_loss"),
+        ("metric=accuracy", "metric=noisy_metric"),
+    )
+    file = own(*drawn, ("class Noisy", NOISY_METRIC))
+    train_all = ("trainer.max_steps=6", "trainer.eval_freq=3")
+    first, again = (train(tmp_path, file, *train_all, f"run_id={name}")[1] for name in "ab")
+    train(tmp_path, file, *train_all, "trainer.max_train_s=1e-9", "run_id=cut")
+    cut = train(tmp_path, file, *train_all, "run_id=cut")[1]
+    seldom = train(tmp_path, file, "trainer.max_steps=6", "trainer.eval_freq=6", "run_id=seldom")[1]
+    assert len({end(path).weights_sha256 for path in (first, again, cut, seldom)}) == 1
+    metrics = [{e.step: e.metrics for e in of_kind(p, Evaluated)} for p in (first, again, cut)]
+    assert metrics[0] == metrics[1] == metrics[2]
+
+
 def test_examples_change_from_epoch_to_epoch_and_keep_the_global_state(own):
     file = own()
     problem_file.run_named([f"problem={file}"])

@@ -21,7 +21,7 @@ from kfac_bench.config.options import RESULT, option
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
-from kfac_bench.record import runs, score
+from kfac_bench.record import event_log, runs, score
 from kfac_bench.record.event_log import JsonlSink
 from kfac_bench.record.events import (
     Checkpointed,
@@ -225,6 +225,8 @@ def test_initial_weights_that_meet_the_target_need_no_step(tmp_path):
     [hit] = of_kind(path, TargetReached)
     assert (hit.step, hit.train_s, end(path).step) == (0, 0.0, 0)
     assert not of_kind(path, Trained)
+    assert train(tmp_path, *options, "trainer.target=1000")[0] == "reached"
+    assert (path / "state").read_text().startswith("reached 0 ")
     # The checkpoint of step 0 continues for a better target.
     more = ("trainer.target=18", "trainer.eval_freq=1")
     assert train(tmp_path, *options, *more)[0] == "reached"
@@ -611,6 +613,7 @@ class Clocks:
 def clocks(monkeypatch):
     made = Clocks()
     monkeypatch.setattr(step_results, "time", made)
+    monkeypatch.setattr(checkpoint.Writer, "cpu_s", lambda _: 0.0)  # is measured in real time
     return made
 
 
@@ -630,9 +633,10 @@ def test_the_training_clock_is_paused_in_evaluations_and_checkpoints(tmp_path, m
     slow(Reconstruction, "totals")
     slow(checkpoint.writing, "snapshot")
     slow(kfac_bench.core.KFAC, "statistics")
+    slow(event_log.EventLog, "emit")
     often = ("trainer.eval_freq=1", "trainer.checkpoint_freq=1", "trainer.log_freq=1")
     _, path = train(tmp_path, *KFAC, *often, "trainer.max_steps=5")
-    assert set(taken) == {"totals", "snapshot", "statistics"}
+    assert set(taken) == {"totals", "snapshot", "statistics", "emit"}
     assert end(path).train_s == 0
 
     def train_slowly(_):

@@ -17,6 +17,7 @@ import torch
 
 from kfac_bench import cli
 from kfac_bench.errors import UsageError
+from kfac_bench.record import event_log
 from kfac_bench.record.events import Checkpointed, Resumed, read
 from kfac_bench.record.own_files import sync_folder
 from kfac_bench.training import checkpoint, run, run_directory
@@ -414,3 +415,17 @@ def test_a_record_that_is_removed_in_a_folder_whose_name_is_not_utf_8(tmp_path):
     config = replace(config_of(tmp_path, "kfac=none", "run_id=r"), runs_dir=str(folder))
     with before_step(2, lambda trainer: (folder / "r" / "events.jsonl").unlink()):
         assert run.train(config, ALONE) == ("failed", 0)
+
+
+def test_a_record_that_is_too_long_ends_the_run_and_another_one_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_log, "MOST_BYTES", event_log.BLOCK_BYTES + 20_000)
+    often = ("kfac=none", "trainer.max_steps=300", "trainer.log_freq=1", "trainer.eval_freq=50")
+    status, path = train(tmp_path, *often, "run_id=r")
+    assert (status, end(path).status) == ("failed", "failed")
+    assert f"another run_id, resume={path} and a larger trainer.log_freq" in end(path).message
+    saved = steps_of(path, Checkpointed)[-1]
+    assert 0 < saved < 300
+    more = ("kfac=none", "trainer.max_steps=300", "trainer.log_freq=100", "trainer.eval_freq=50")
+    status, path = train(tmp_path, *more, "run_id=other", f"resume={path}")
+    assert (status, end(path).step) == ("finished", 300)
+    assert of_kind(path, Resumed)[0].step == saved

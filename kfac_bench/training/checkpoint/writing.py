@@ -100,6 +100,8 @@ class Writer:
         self._thread = threading.Thread()
         # Filled by the thread and emptied by the training: a deque needs no lock for this.
         self._complete: deque[_InFlight] = deque()
+        self._cpu_lock, self._cpu_s = threading.Lock(), 0.0
+        self._thread_clock: int | None = None
 
     def start(
         self, step: int, shard: dict[str, Any], metric: ValidationMetric | None = None
@@ -129,6 +131,12 @@ class Writer:
             self._in_flight = None
             raise
         saving.waited_s = time.perf_counter() - began
+
+    def cpu_s(self) -> float:
+        """Return the processor seconds of the threads that wrote so far, or that still write."""
+        with self._cpu_lock:
+            running = 0.0 if self._thread_clock is None else time.clock_gettime(self._thread_clock)
+            return self._cpu_s + running
 
     @property
     def has_failed(self) -> bool:
@@ -194,6 +202,8 @@ class Writer:
 
     def _write(self, saving: _InFlight) -> None:
         """Write this rank's file, and on rank 0 the rest. The thread runs this method."""
+        if clock_of := getattr(time, "pthread_getcpuclockid", None):  # not on macOS
+            self._thread_clock = clock_of(threading.get_ident())
         try:
             if self._ranks.is_main:
                 self._remove_leftovers()
@@ -207,7 +217,9 @@ class Writer:
         except Exception as error:
             saving.error = error
         finally:
-            saving.cpu_s = time.thread_time()
+            with self._cpu_lock:
+                self._thread_clock, saving.cpu_s = None, time.thread_time()
+                self._cpu_s += saving.cpu_s
             if self._ranks.is_main and saving.error is None and not saving.is_given_up.is_set():
                 self._complete.append(saving)
             saving.own_is_done.set()

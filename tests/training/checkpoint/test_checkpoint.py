@@ -17,6 +17,7 @@ from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
 from kfac_bench.training import checkpoint
 from kfac_bench.training.checkpoint import writing
+from kfac_bench.training.step_results import Clock
 from tests.support.distributed import run_ranks
 
 CPU = torch.device("cpu")
@@ -306,6 +307,19 @@ def test_a_checkpoint_is_written_while_training_goes_on(folder, gate):
     assert 0 < saved.waited_s < 20
     assert 0 < saved.cpu_s < 20
     assert torch.equal(checkpoint.find(folder)[0].shards[0]["model"]["w"], before)
+
+
+def test_the_training_clock_does_not_count_the_thread_that_writes(folder):
+    writer = checkpoint.Writer(folder, ALONE, 9)
+    clock = Clock("cpu", writer.cpu_s)
+    clock.start()
+    with clock.paused():
+        writer.start(1, shard(1) | {"large": torch.zeros(30_000_000)})
+    while not (saved := writer.pop_saved()):
+        assert clock.train_s() < 0.1, "the thread counts while it runs"
+        time.sleep(0.01)  # takes no processor time
+    assert writer.cpu_s() == saved.cpu_s > 0.1
+    assert clock.train_s() < 0.5 * saved.cpu_s
 
 
 def test_a_checkpoint_is_complete_before_the_next_one_begins(folder, gate):
