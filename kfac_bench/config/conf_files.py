@@ -25,8 +25,8 @@ benchmarks/ does."""
 
 
 IN_THE_CONTEST = {
-    "benchmark": ("contest", "embedded", "one_rate"),
-    "experiment": ("contest/", "embedded/"),
+    "benchmark": ("contest", "one_rate"),
+    "experiment": ("contest/",),
     "optimizer": ("kl_shampoo", "kl_soap"),
 }
 """First parts of the names of choices that have left the package, by group."""

@@ -59,7 +59,6 @@ def test_an_old_command_names_the_new_one(command, line, monkeypatch, capsys):
     ("word", "line"),
     [
         ("experiment=contest/embedded/digits_resnet_sgd", "--config-dir benchmarks/contest/conf"),
-        ("experiment=embedded/digits_resnet_sgd", "--config-dir benchmarks/contest/conf"),
         ("optimizer=kl_soap", "run it with python -m benchmarks.contest"),
     ],
 )
@@ -69,27 +68,9 @@ def test_an_old_choice_names_its_new_place(word, line, monkeypatch):
         compose.load([word])
 
 
-@pytest.mark.slow
-def test_labels_of_the_embedded_optimizers_are_correct():
-    """Files may be written by hand or by the tuning. The files of K-FAC have its options."""
-    embedded = schema.load("embedded")
-    assert embedded.tuning.labels.keys() == embedded.tuning.space.keys()
-    for point in schema.points(embedded):
-        name = point["optimizer"]
-        found = compose.load([f"experiment=embedded/{point['task']}_{name}"])
-        assert found.label == embedded.tuning.labels[name]
-        assert found.kfac.enabled == (name.startswith("kfac") or name == "clip")
-        assert (found.kfac.method == "identity") == (name == "clip")
-        assert found.optimizer.name == {
-            "clip": "sgd",
-            "kfac_adam": "adam",
-            **dict.fromkeys(("kfac", "kfac_eigen", "kfac_ekfac", "kfac_empirical"), "sgd"),
-        }.get(name, name)
-
-
 def test_run_ids_of_moved_experiments_stay():
-    found = compose.load(["experiment=embedded/pydoc_transformer_kfac_eigen"])
-    assert run_id(found, job="").rpartition("-")[2] == "15d9ee1c"
+    found = compose.load(["experiment=contest/embedded/pydoc_transformer_kfac"])
+    assert run_id(found, job="").rpartition("-")[2] == "44b41f76"
 
 
 def test_a_benchmark_has_the_values_of_the_one_that_it_extends():
