@@ -151,9 +151,6 @@ def _short(each: RowReport, title: str) -> str:
     ]
     table = result_tables.compared(benchmark, shown or ours[:_MOST_LINES], notes, ran)
     tables = [table] if in_shape is None else [in_shape, table]
-    # Labels keep the paper's names, so a page of another model says what each stands for.
-    meant = result_tables.stands_for(benchmark, each.row.sized, each.row.overrides) if ran else None
-    tables += [] if meant is None else [meant]
     head = f"{title}\n\n{escape_markdown(benchmark.source)}\n"
     return "\n".join([head, *(table.markdown() for table in tables)])
 
