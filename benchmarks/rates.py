@@ -61,8 +61,8 @@ TARGETS = {
     GRU.name: Target(1.75, 64, 400, 10),
 }
 """AdamW's final metrics of docs/lab/defaults.md for the MLP, convolutional net and
-the VAE, a loss of 0.12 for ResNet-8, and 1.75 for the GRU. The others are those of the embedded
-benchmark."""
+the VAE, a loss of 0.12 for ResNet-8, and 1.75 for the GRU. The others are those of
+conf/experiment/embedded."""
 
 Build = Callable[[nn.Module, float], Optimizer]
 

@@ -312,8 +312,6 @@ def _path(name: str, where: str = "") -> Path:
         return file
     known = compose.options_of("benchmark")
     if name not in known:
-        if (line := conf_files.moved("benchmark", name)) is not None:
-            raise UsageError(line)
         raise UsageError(f"{where}{name}: no such benchmark; choose one of {', '.join(known)}")
     return conf_files.file_of("benchmark", name)
 

@@ -20,6 +20,8 @@ from kfac_bench.output import counted
 from kfac_bench.report.tables import Table, Value, text
 
 MISSED = "missed"
+BEHIND = "The numbers behind the verdicts"
+"""The title of the table of numbers."""
 FEWEST_SEEDS = 6
 """Seeds that a median needs: the range of five holds the median with less than 95 %."""
 
@@ -95,7 +97,7 @@ def verdict_tables(rows: Sequence[BenchmarkRow]) -> list[Table]:
     if behind:
         columns = ["claim", "what ran", "its number", "compared with"]
         columns += ["difference or ratio", "needed", "verdict"]
-        tables.append(Table("The numbers behind the verdicts", columns, behind, [_NOTE]))
+        tables.append(Table(BEHIND, columns, behind, [_NOTE]))
     return tables
 
 

@@ -8,7 +8,7 @@ from kfac_bench import report
 from kfac_bench.benchmark import figure, result_tables, schema, suite
 from kfac_bench.benchmark.result import Line
 from kfac_bench.benchmark.suite import Attempt, BenchmarkRow
-from kfac_bench.benchmark.verdicts import verdict_tables
+from kfac_bench.benchmark.verdicts import BEHIND, verdict_tables
 from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import group
 from kfac_bench.report import curves
@@ -106,8 +106,8 @@ def write_all(
 
     Args:
         written: The rows that have results.
-        into_document: A document that gets the verdicts and a list of the rows, between its two
-            marks. The tables are pages in the folder ``results`` beside the document.
+        into_document: A document that gets the numbers behind the verdicts and a list of the rows,
+            between its two marks. The tables are pages in the folder ``results`` beside it.
         verdicts: The verdicts on claims, which come first. Claims that were not run have one, too.
         profile: The size of the rows.
     """
@@ -151,9 +151,6 @@ def _short(each: RowReport, title: str) -> str:
     ]
     table = result_tables.compared(benchmark, shown or ours[:_MOST_LINES], notes, ran)
     tables = [table] if in_shape is None else [in_shape, table]
-    # Labels keep the paper's names, so a page of another model says what each stands for.
-    meant = result_tables.stands_for(benchmark, each.row.sized, each.row.overrides) if ran else None
-    tables += [] if meant is None else [meant]
     head = f"{title}\n\n{escape_markdown(benchmark.source)}\n"
     return "\n".join([head, *(table.markdown() for table in tables)])
 
@@ -172,7 +169,7 @@ def into(
     Args:
         document: A Markdown file with the lines of :func:`begin_mark` and :data:`END`.
         written: The rows. Their pages are ``results/PROFILE/ROW.md`` beside the document.
-        verdicts: The verdicts on claims, which stand over the list.
+        verdicts: The tables of verdicts. Their numbers come before the list.
         profile: The size of the rows.
 
     Returns:
@@ -193,7 +190,7 @@ def into(
         write_text(document.parent / page, _short(each, title), make_folder=True)
         pages.append(document.parent / page)
         rows.append([Link(name, page.as_posix()), each.row.benchmark.title])
-    tables = [*verdicts]
+    tables = [table for table in verdicts if table.title == BEHIND]
     tables += [Table("Pages of tables", ["page", "table or figure"], rows)] if rows else []
     text = "\n".join(table.markdown() for table in tables)
     write_text(document, f"{before}{begin_line}\n\n{text}\n{END}{after}")

@@ -21,12 +21,11 @@ from kfac_bench.cli.scaling_command import add_scaling
 from kfac_bench.cli.setup_command import add_completion, add_slurm
 from kfac_bench.cli.suite_command import add_list, add_report, add_run
 from kfac_bench.cli.try_command import add_try
-from kfac_bench.cli.tune_command import add_tune, refuse_removed
+from kfac_bench.cli.tune_command import add_tune
 
 
 def bench(arguments: list[str]) -> int:
     """Parse and run ``kfac-bench``; return the exit code."""
-    refuse_removed(arguments)
     options = build_parser().parse_args(arguments)
     code: int = options.run_command(options)
     return code

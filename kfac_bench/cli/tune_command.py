@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from kfac_bench.cli.entry import Parser, command_line, say_next
 from kfac_bench.cli.suite_command import add_session_options, time_limit
-from kfac_bench.errors import UsageError
 from kfac_bench.output import say
 
 if TYPE_CHECKING:
@@ -30,18 +29,6 @@ def add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     add_session_options(command)
     command.set_defaults(run_command=tune)
-
-
-def refuse_removed(arguments: list[str]) -> None:
-    """Raise `UsageError` for a command that the package had before."""
-    name = arguments[0] if arguments else ""
-    if name == "contest":
-        command = command_line("python -m benchmarks.contest tables", arguments[1:])
-        raise UsageError(f"kfac-bench contest is not in the package; in a clone write {command}")
-    if name == "self-tune":
-        raise UsageError(
-            "kfac-bench self-tune was removed; kfac-bench tune finds settings for each task"
-        )
 
 
 def tune(

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kfac_bench.config import received_files
 from kfac_bench.config.command_options import quoted
-from kfac_bench.config.conf_files import CONF_DIR, folders, moved, options_of
+from kfac_bench.config.conf_files import CONF_DIR, folders, options_of
 from kfac_bench.config.groups import TABLES
 from kfac_bench.config.kfac import KFACConfig
 from kfac_bench.config.option_table import (
@@ -100,8 +100,6 @@ def _unknown_choice(failure: _Failure) -> str | None:
     if not found:
         return None
     group, word = found.groups()
-    if (line := moved(group, word)) is not None:
-        return line
     return no_such_choice(group, word, options_of(group, failure.config_dir))
 
 

@@ -24,14 +24,6 @@ ADDED: list[Path] = []
 benchmarks/ does."""
 
 
-IN_THE_CONTEST = {
-    "benchmark": ("contest", "embedded", "one_rate"),
-    "experiment": ("contest/", "embedded/"),
-    "optimizer": ("kl_shampoo", "kl_soap"),
-}
-"""First parts of the names of choices that have left the package, by group."""
-
-
 def options_of(group: str, config_dir: Path | None = None) -> list[str]:
     """Return the choices of a config group, such as ``options_of("model")``.
 
@@ -63,21 +55,6 @@ def folders(config_dir: Path | None) -> list[Path]:
     The user's folder comes first, because Hydra's errors are about the user's files.
     """
     return [d for d in (config_dir, *ADDED, CONF_DIR) if d is not None]
-
-
-def moved(group: str, word: str) -> str | None:
-    """Return the line that says where a choice is that has left the package for the contest."""
-    if group not in IN_THE_CONTEST or not word.startswith(IN_THE_CONTEST[group]):
-        return None
-    if group == "experiment":
-        return (
-            f"experiment={word}: is not in the package; in a clone add "
-            "--config-dir benchmarks/contest/conf"
-        )
-    return (
-        f"{group}={word}: is not in the package; in a clone run it with "
-        "python -m benchmarks.contest"
-    )
 
 
 def file_of(group: str, name: str) -> Path:

@@ -247,17 +247,8 @@ def no_such_option(name: str, known: Iterable[str] = ()) -> str:
     return f"{name}: no such option{meant}"
 
 
-_REMOVED = {
-    ("backend", "apex"): "NVIDIA has removed this wrapper after release 25.05 of Apex; use "
-    "backend=ddp, which averages the same gradients",
-}
-"""Choices of earlier versions, with the reason and the replacement."""
-
-
 def no_such_choice(group: str, word: str, choices: Sequence[str]) -> str:
     """Return the line about an unknown choice of a group, such as ``model=resnet51``."""
-    if reason := _REMOVED.get((group, word)):
-        return f"{group}={word}: {reason}"
     name = word.rpartition("/")[2]  # timm/resnet18
     # The library that the user names first; torchvision, which is always installed, before timm.
     libraries = sorted(TABLES["model"], reverse=True) if group == "model" else []

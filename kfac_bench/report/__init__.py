@@ -17,7 +17,6 @@ from kfac_bench.report.page import html as html
 from kfac_bench.report.page_parts import VerdictPage
 from kfac_bench.report.tables import COLUMNS as COLUMNS
 from kfac_bench.report.tables import Table
-from kfac_bench.report.tables import between as between
 from kfac_bench.report.tables import cells as cells
 from kfac_bench.report.tables import count as count
 from kfac_bench.report.tables import markdown_table as markdown_table

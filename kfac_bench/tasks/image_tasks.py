@@ -211,13 +211,15 @@ class Denoising(_PixelTask):
 
 TRUE, PREDICTED = (255, 225, 25), (240, 50, 230)
 """Yellow and magenta: two outlines that can be told apart on any slice."""
+SMOOTH = 1.0
+"""Pixels added to both sides of an image's Dice ratio."""
 
 
 class Segmentation(_PixelTask):
     """Soft Dice loss of logits [n, 1, H, W] with masks [n, 1, H, W] of 0 and 1.
 
     With p the sigmoid of the logits and t the mask, the loss of an image is
-    1 - (2 sum(p t) + `smooth`) / (sum(p) + sum(t) + `smooth`), plus `bce` times the binary cross
+    1 - (2 sum(p t) + `SMOOTH`) / (sum(p) + sum(t) + `SMOOTH`), plus `bce` times the binary cross
     entropy (nats, mean over pixels). The training loss is the MEAN over images, each with its own
     ratio, because K-FAC needs a mean over examples, and ranks and parts of a batch then add up.
     (The LGG reference takes one ratio over all pixels of a batch, which is not a mean over
@@ -240,13 +242,12 @@ class Segmentation(_PixelTask):
 
     need = "segmentation needs one logit per pixel of a mask"
 
-    def __init__(self, volumes: int = 1, smooth: float = 1.0, bce: float = 1.0) -> None:
+    def __init__(self, volumes: int = 1, bce: float = 1.0) -> None:
         self.metric = "dice"
         self.higher_is_better = True
         self.num_totals = 2 + 4 * volumes
         self.likelihood = "bernoulli"
         self.volumes = volumes
-        self.smooth = smooth
         self.bce = bce
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -260,7 +261,7 @@ class Segmentation(_PixelTask):
         x, t = logits.to(dtype).flatten(1), masks.to(dtype).flatten(1)
         p = x.sigmoid()
         both, each = (p * t).sum(1), p.sum(1) + t.sum(1)
-        losses = 1 - (2 * both + self.smooth) / (each + self.smooth)
+        losses = 1 - (2 * both + SMOOTH) / (each + SMOOTH)
         if self.bce:
             bce = functional.binary_cross_entropy_with_logits(x, t, reduction="none")
             losses = losses + self.bce * bce.mean(1)

@@ -200,6 +200,8 @@ def f1(answer: str, truth: str) -> float:
 
 AnswerSpan = tuple[float, int, int]
 """Score, first character, and last character + 1 of an answer."""
+MOST_ANSWER_TOKENS = 30
+"""Tokens of the longest answer that is considered."""
 
 
 class QuestionAnswering:
@@ -216,7 +218,7 @@ class QuestionAnswering:
     """
 
     def __init__(
-        self, questions: Sequence[SquadQuestion] = (), max_answer_tokens: int = 30
+        self, questions: Sequence[SquadQuestion] = (), max_answer_tokens: int = MOST_ANSWER_TOKENS
     ) -> None:
         self.metric = "f1"
         self.higher_is_better = True

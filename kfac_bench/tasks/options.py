@@ -185,14 +185,10 @@ class QuestionAnsweringConfig(TaskConfig):
 
     likelihood: ClassVar[str] = "categorical"
 
-    max_answer_tokens: int = option(
-        30, "tokens of the longest answer that is considered", RESULT, at_least=1
-    )
-
     def build(self, data: Squad) -> Task:
         from kfac_bench.tasks.language_tasks import QuestionAnswering
 
-        return QuestionAnswering(data.eval_questions, self.max_answer_tokens)
+        return QuestionAnswering(data.eval_questions)
 
 
 @dataclass
@@ -214,9 +210,6 @@ class SegmentationConfig(TaskConfig):
     likelihood: ClassVar[str] = "bernoulli"
     share: ClassVar[str] = "dice"
 
-    smooth: float = option(
-        1.0, "pixels added to both sides of an image's Dice ratio", RESULT, above=0
-    )
     bce: float = option(
         1.0,
         "weight of the binary cross entropy (mean over pixels) beside the Dice loss",
@@ -227,7 +220,7 @@ class SegmentationConfig(TaskConfig):
     def build(self, data: LGG) -> Task:
         from kfac_bench.tasks.image_tasks import Segmentation
 
-        return Segmentation(data.eval_volumes, self.smooth, self.bce)
+        return Segmentation(data.eval_volumes, self.bce)
 
 
 CHOICES: Mapping[str, type[TaskConfig]] = {

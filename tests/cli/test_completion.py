@@ -59,7 +59,7 @@ from kfac_bench.config.conf_files import options_of
         ),
         ("kfac-bench scaling model=resnet2", {"model=resnet20"}, set()),
         ("kfac-bench ", {"run", "list", "completion", "--version"}, {"model="}),
-        ("kfac-bench run dem", {"demo"}, {"embedded"}),
+        ("kfac-bench run dem", {"demo"}, {"try"}),
         ("kfac-bench run demo --s", {"--seeds"}, {"--wave"}),
         ("kfac-bench run demo kfac=", {"kfac=none"}, set()),
         ("kfac-bench run demo --launcher s", {"slurm"}, set()),

@@ -532,11 +532,11 @@ def test_wrong_requests_are_one_line(lab, capsys):
             ["run"],
             "arguments are required: benchmark; see python -m benchmarks.contest run --help",
         ),
-        (["run", "embedded", "--results", "no_such"], "--results no_such: no such folder"),
+        (["run", "contest", "--results", "no_such"], "--results no_such: no such folder"),
         (["run", "demo", "--only", "x"], "--only x: no cell begins with this text; cells are "),
         (["run", "all", "--only", "x"], "need one benchmark instead of all"),
         (["run", "all", "--minutes", "0"], "need one benchmark instead of all"),
-        (["tables", "embedded_ablation", "--results", "."], "has the axes change"),
+        (["tables", "one_rate", "--results", "."], "has the axes task, setting"),
         (["run", "demo", "--launcher=slurm", "--minutes", "3"], "do not fit --launcher slurm"),
     ]:
         with pytest.raises(SystemExit) as caught:

@@ -1,4 +1,4 @@
-"""The contest's files compose, and the package names their new place."""
+"""The contest's files compose, and the package refuses its options."""
 
 import pytest
 
@@ -6,7 +6,6 @@ from benchmarks.contest.setup import CONF
 from kfac_bench import cli
 from kfac_bench.benchmark import grid, local_runs, schema
 from kfac_bench.config import compose, conf_files
-from kfac_bench.errors import UsageError
 from kfac_bench.training.run_directory import run_id
 from tests.support.quick import quick_if
 
@@ -36,60 +35,20 @@ def test_a_forked_run_has_the_optimizers_of_the_contest(tmp_path):
     assert local_runs.train_forked([*words, f"runs_dir={tmp_path}"])[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("command", "line"),
-    [
-        ("contest contest --results r", "python -m benchmarks.contest tables contest --results r"),
-        ("self-tune contest --out x", "kfac-bench self-tune was removed"),
-        ("run contest", "benchmark=contest: is not in the package; in a clone run it with python"),
-        ("run demo --results r", "python -m benchmarks.contest run demo --results"),
-        ("tune demo --out . --results r", "python -m benchmarks.contest tune demo --results"),
-    ],
-)
-def test_an_old_command_names_the_new_one(command, line, monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["run", "tune"])
+def test_the_package_refuses_results_and_names_the_contest(command, monkeypatch, capsys):
     monkeypatch.setattr(conf_files, "ADDED", [])
+    folder = ["--out", "."] if command == "tune" else []
     with pytest.raises(SystemExit) as caught:
-        cli.bench(command.split())
+        cli.bench([command, "demo", *folder, "--results", "r"])
     said = capsys.readouterr().err.strip()
     assert (caught.value.code, len(said.splitlines())) == (2, 1)
-    assert line in said
+    assert f"python -m benchmarks.contest {command} demo --results" in said
 
 
-@pytest.mark.parametrize(
-    ("word", "line"),
-    [
-        ("experiment=contest/embedded/digits_resnet_sgd", "--config-dir benchmarks/contest/conf"),
-        ("experiment=embedded/digits_resnet_sgd", "--config-dir benchmarks/contest/conf"),
-        ("optimizer=kl_soap", "run it with python -m benchmarks.contest"),
-    ],
-)
-def test_an_old_choice_names_its_new_place(word, line, monkeypatch):
-    monkeypatch.setattr(conf_files, "ADDED", [])
-    with pytest.raises(UsageError, match=f"{word}: is not in the package; in a clone .*{line}"):
-        compose.load([word])
-
-
-@pytest.mark.slow
-def test_labels_of_the_embedded_optimizers_are_correct():
-    """Files may be written by hand or by the tuning. The files of K-FAC have its options."""
-    embedded = schema.load("embedded")
-    assert embedded.tuning.labels.keys() == embedded.tuning.space.keys()
-    for point in schema.points(embedded):
-        name = point["optimizer"]
-        found = compose.load([f"experiment=embedded/{point['task']}_{name}"])
-        assert found.label == embedded.tuning.labels[name]
-        assert found.kfac.enabled == (name.startswith("kfac") or name == "clip")
-        assert (found.kfac.method == "identity") == (name == "clip")
-        assert found.optimizer.name == {
-            "clip": "sgd",
-            "kfac_adam": "adam",
-            **dict.fromkeys(("kfac", "kfac_eigen", "kfac_ekfac", "kfac_empirical"), "sgd"),
-        }.get(name, name)
-
-
-def test_run_ids_of_moved_experiments_stay():
-    found = compose.load(["experiment=embedded/pydoc_transformer_kfac_eigen"])
-    assert run_id(found, job="").rpartition("-")[2] == "15d9ee1c"
+def test_run_ids_of_experiments_stay():
+    found = compose.load(["experiment=contest/embedded/pydoc_transformer_kfac"])
+    assert run_id(found, job="").rpartition("-")[2] == "44b41f76"
 
 
 def test_a_benchmark_has_the_values_of_the_one_that_it_extends():

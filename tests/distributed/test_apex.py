@@ -195,11 +195,6 @@ def test_a_missing_or_foreign_apex_is_reported(install, files, said):
         build_optimizer(compose.load(["optimizer=fused_lamb"]).optimizer, tiny_model())
 
 
-def test_the_removed_backend_names_its_replacement():
-    with pytest.raises(UsageError, match=r"^backend=apex: NVIDIA has removed .* use backend=ddp"):
-        compose.load(["backend=apex"])
-
-
 # ---- the real one ----
 
 

@@ -157,10 +157,10 @@ def test_the_page_counts_methods_and_names_failures():
         outcome("eigh fails", 2, "mem_opt", said="a | b"),
     ]
     shown = report.table(outcomes)
-    first = ["disk full", 1, "1/2", "same command again", "2 to 4", 2.0, "1/2", None]
-    assert shown.rows[0] == first
-    assert shown.rows[1][2] == "0/0"
-    assert shown.rows[2][6] == "0/1 (arithmetic)"
+    first, second = shown.rows
+    assert first[:4] == ["disk full", "1, 2", "1/2, 0/0", "same command again, "]
+    assert first[4:] == ["2 to 4, \u2013", "2, \u2013", "1/2, 0/0", None]
+    assert second[5:] == ["\u2013", "0/1 (arithmetic)", "a | b"]
     assert shown.notes == [
         "disk full, 1 ranks, mem_opt: torn",
         "disk full, 2 ranks, SGD: not tried: needs root",
@@ -179,7 +179,21 @@ def test_the_page_in_docs_lists_every_fault():
     text = PAGE.read_text()
     for fault in rows.ROWS:
         lines = [x for x in text.splitlines() if x.startswith(f"| {escape_markdown(fault.name)} |")]
-        assert len(lines) == len(fault.ranks), fault.name
+        assert len(lines) == 1, fault.name
+        assert lines[0].split(" | ")[1] == ", ".join(map(str, fault.ranks))
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("failed at step 6 after 0.2 s of training, squared_error 6.419: torn", "torn"),
+        ("failed at step 9 after 0.3 s of training: torn", "torn"),
+        ("kfac-train: rank 1: lost another rank: closed", "lost another rank: closed"),
+        ("a" * 61, "a" * 60 + " ..."),
+    ],
+)
+def test_a_message_is_short_and_begins_with_the_cause(said, shown):
+    assert report.table([outcome("eigh fails", 1, "SGD", said=said)]).rows[0][-1] == shown
 
 
 def test_kept_outcomes_of_removed_faults_are_ignored(tmp_path):

@@ -6,7 +6,6 @@ browser's file descriptors 3 and 4. No port to find, no driver, no websocket.
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -134,13 +133,6 @@ class Page:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
         self.run("new Promise(done => requestAnimationFrame(() => setTimeout(done, 50, 1)))")
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page, also what is below the window, as PNG."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
 
 class Browser:

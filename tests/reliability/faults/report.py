@@ -1,19 +1,26 @@
-"""The page docs/lab/faults.md: a row for each fault and number of ranks."""
+"""The page docs/lab/faults.md: a row for each fault."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from datetime import date
 from typing import Any
 
-from kfac_bench.report.tables import Table, Value
+from kfac_bench.report.tables import Table, Value, text
 from tests.reliability.faults.case import CHECKPOINT_FREQ, STEPS
 from tests.reliability.faults.fault import FEW
 from tests.reliability.faults.inject import STEP_S
 from tests.reliability.faults.matrix import Outcome
 
-MOST_SAID = 150
+MOST_SAID = 60
+"""Characters of a message in the table."""
+_PLACE = re.compile(
+    r"(kfac-train: )?(rank \d+: )?"
+    r"(failed at step \d+ after [\d.]+ s of training(, squared_error [\d.]+)?: )?"
+)
+"""The beginning of a message that says where the run was, and not what went wrong."""
 COLUMNS = (
     "fault",
     "ranks",
@@ -27,10 +34,10 @@ COLUMNS = (
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """Return a row for each fault and number of ranks. A failure of a method becomes a note."""
-    groups: dict[tuple[str, int], list[Outcome]] = {}
+    """Return a row for each fault. A failure of a method becomes a note."""
+    groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
-        groups.setdefault((outcome.fault.name, outcome.ranks), []).append(outcome)
+        groups.setdefault(outcome.fault.name, []).append(outcome)
     notes = [
         f"{o.fault.name}, {o.ranks} ranks, {o.method}: {o.wrong or 'not tried: ' + o.not_here}"
         for o in outcomes
@@ -40,12 +47,20 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def _row(group: Sequence[Outcome]) -> list[Value]:
+    numbers = dict.fromkeys(o.ranks for o in group)
+    columns = zip(*(_cells([o for o in group if o.ranks == n]) for n in numbers), strict=True)
+    # A value that holds for all numbers of ranks is written once.
+    cells = [", ".join(dict.fromkeys(map(text, column))) for column in columns]
+    return [group[0].fault.name, *cells, next((_brief(o.said) for o in group if o.said), None)]
+
+
+def _cells(group: Sequence[Outcome]) -> list[Value]:
+    """Return the cells of a fault with one number of ranks, without fault and message."""
     first = group[0]
     tried = [o for o in group if not o.not_here]
     lost = sorted({o.lost_steps for o in tried})
     seconds = [o.resume_s for o in tried if o.resume_s is not None]
     return [
-        first.fault.name,
         first.ranks,
         _share(tried, [not o.wrong for o in tried]),
         " or ".join(sorted({_how(o) for o in tried})),
@@ -53,8 +68,12 @@ def _row(group: Sequence[Outcome]) -> list[Value]:
         statistics.median(seconds) if seconds else None,
         _share(tried, [o.identical for o in tried])
         + ("" if first.fault.exact else " (arithmetic)"),
-        next((o.said[:MOST_SAID] for o in tried if o.said), None),
     ]
+
+
+def _brief(said: str) -> str:
+    cause = _PLACE.sub("", said, count=1)
+    return cause if len(cause) <= MOST_SAID else f"{cause[:MOST_SAID]} ..."
 
 
 def _how(outcome: Outcome) -> str:
@@ -94,6 +113,8 @@ Each run has {STEPS} steps of an autoencoder on digits and a
 checkpoint every {CHECKPOINT_FREQ} steps. A step lasts at least {STEP_S * 1000:.0f} ms.
 The fault comes at the seventh step, unless its row says otherwise.
 
+* **ranks**: The numbers of ranks with which the fault was tried. If another cell has two values,
+  the first is the value of one rank, and the second that of two ranks.
 * **survived**: The run reached its end. It repeated at most the steps since the last good
   checkpoint. No rank hung. Nobody saw a traceback, except for an error of the program itself.
 * **how**: "goes on" means that the run continued by itself. "same command again" means that the run
@@ -104,11 +125,11 @@ The fault comes at the seventh step, unless its row says otherwise.
   restarts the run. Other work on the machine made some times longer.
 * **same weights**: The final weights have the same SHA-256 as in the run without a fault.
   "(arithmetic)" means that the fault changes what is computed.
-* **message**: The line of the output that explains most.
+* **message**: The beginning of the line that explains most, without the rank and the step.
 
 Ranks are started without torchrun, as `srun` starts them, unless the row says torchrun. A rank
 sends the signal to itself at exactly the named place. An error or a NaN comes from a function that
-[inject.py](../../../tests/reliability/faults/inject.py) replaces before the rank starts. Full and
+[inject.py](../../tests/reliability/faults/inject.py) replaces before the rank starts. Full and
 read-only disks are small tmpfs. The last rank meets the fault, unless the row names another rank.
 Loader workers read the data where the row says so. In all other rows each rank reads its own data.
 
