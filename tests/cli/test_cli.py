@@ -27,7 +27,7 @@ from kfac_bench.simulate import plan_report
 from kfac_bench.training import dry_run
 from tests.support import forks
 from tests.support.language import gpt2_folder
-from tests.support.quick import slow
+from tests.support.quick import quick_if, slow
 from tests.support.runs import before_step
 from tests.support.written_runs import two_optimizers
 
@@ -422,8 +422,16 @@ ALL = ("kfac.skip=[]", "kfac.method=ekfac", "kfac.fisher=type2", "kfac.adaptive_
 OTHERS = ("kfac.weight_sharing=reduce", "kfac.max_dim=64", "kfac.fisher=mc", "kfac=layer_wise")
 
 
+# The quick run has one or two sizes of each family.
+OTHER_SIZES = {
+    *(f"resnet{depth}" for depth in (18, 20, 32, 34, 44, 56, 101, 110, 152)),
+    *("bert_base", "bert_large", "maskrcnn_resnet50_fpn"),
+}
+MODELS = sorted({*compose.options_of("model")} - {"problem"})
+
+
 @pytest.mark.parametrize("options", [ALL, slow(OTHERS)])
-@pytest.mark.parametrize("model", sorted({*compose.options_of("model")} - {"problem"}))
+@pytest.mark.parametrize("model", quick_if(lambda name: name not in OTHER_SIZES, MODELS))
 def test_a_dry_run_works_for_every_model(model, options, tmp_path):
     data = {
         "huggingface": "pydoc",

@@ -333,6 +333,7 @@ def test_the_outline_is_what_a_step_computes(demo):
 # ---- runs ----
 
 
+@pytest.mark.slow
 def test_a_network_learns_the_demo(demo, tmp_path):
     options = (f"data.root={demo}", "trainer.max_steps=16", "optimizer=adam", "optimizer.lr=0.003")
     _, path = train(tmp_path, *options, "kfac=none", "trainer.log_freq=1", base=TINY)
