@@ -276,6 +276,9 @@ def test_choices_that_do_not_fit_detection_are_refused(overrides, said):
     with pytest.raises(UsageError) as refused:
         compose.load(["model=maskrcnn_tiny", *overrides])
     assert said in str(refused.value)
+
+
+def test_without_kfac_any_fisher_is_accepted():
     compose.load(["model=maskrcnn_tiny", "kfac=none", "kfac.fisher=mc"])
 
 
