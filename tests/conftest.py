@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.support.wandb_here import fresh_wandb as fresh_wandb
 from tests.support.wandb_here import stand_in as stand_in
@@ -28,6 +29,10 @@ for number, handler in (
 ):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
+
+
+settings.register_profile("quick", max_examples=25)
+settings.register_profile("long", max_examples=20_000)
 
 
 @pytest.fixture
@@ -62,6 +67,13 @@ def pytest_collectstart(collector):
     """Tensors that a test file makes when it is imported are the same in each collection."""
     if isinstance(collector, pytest.Module):
         torch.manual_seed(0)
+
+
+def pytest_configure(config):
+    """Try fewer examples of property tests in the quick run, which leaves out slow tests."""
+    has_profile = config.getoption("--hypothesis-profile", None)
+    if "not slow" in config.option.markexpr and not has_profile:
+        settings.load_profile("quick")
 
 
 def pytest_addoption(parser):
