@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -33,6 +34,16 @@ for number, handler in (
 
 settings.register_profile("quick", max_examples=25)
 settings.register_profile("long", max_examples=20_000)
+
+
+@pytest.fixture(autouse=True)
+def quick_composition(monkeypatch):
+    """Compose each set of choices once in a process. tests/config composes as users do."""
+    # Nothing has imported it where no test composes, and where Hydra is not installed.
+    if (compose := sys.modules.get("kfac_bench.config.compose")) is not None:
+        from tests.support.configs import quick_load
+
+        monkeypatch.setattr(compose, "load", quick_load)
 
 
 @pytest.fixture

@@ -205,6 +205,16 @@ def test_the_quick_composition_of_the_other_tests_is_the_composition(overrides):
     assert quick_load(overrides) == compose.load(overrides), "a caller changed another's"
 
 
+def test_the_quick_composition_has_recipes_and_variables(monkeypatch):
+    words = ["model=resnet32", "data=cifar10", "data.root=x", "trainer.threads=1"]
+    assert quick_load(words, None, 2) == compose.load(words, None, 2) != quick_load(words)
+    quick_load([])
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    for words in ([], ["logger=none", "logger.wandb=true"]):
+        assert quick_load(words) == compose.load(words)
+        assert quick_load(words).logger.project == "mine"
+
+
 def test_the_quick_composition_refuses_what_the_composition_refuses():
     for bad in (["kfac.dampign=1"], ["kfac.damping=0"], ["model=foo"], ["+extra=1"], ["~model"]):
         with pytest.raises(UsageError) as caught:
