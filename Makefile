@@ -64,10 +64,10 @@ test-all: setup install-horovod lint  ## linters and every test, also the slow o
 	$(PYTEST) -m alone --support=build/support_alone.json $(ALONE)
 	$(BIN)/python scripts/support_table.py --check build/support.json build/support_alone.json
 
-test-light: setup  ## the quick tests of the core on the wheel, with torch alone; 4 minutes
+test-light: setup  ## some quick tests of the core on the wheel, with torch alone; 1 minute
 	$(BIN)/python scripts/version_tests.py light --workers $(WORKERS)
 
-test-versions: setup  ## the same with other versions, also the oldest; downloads torch (ARGS=oldest: one row)
+test-versions: setup  ## quick tests with other versions, also the oldest; downloads torch (ARGS=oldest: one row)
 	$(BIN)/python scripts/version_tests.py --workers $(WORKERS) $(ARGS)
 
 slurm-test: setup install-horovod  ## the batch scripts on a real Slurm of two nodes, here (as root: installs it)

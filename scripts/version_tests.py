@@ -1,7 +1,8 @@
 """Test kfac_bench with other versions of Python and of packages, each in a new environment.
 
 `make test-light` runs the row `light` alone: torch and pytest are links to the packages of this
-environment, so that nothing is downloaded, and no other package is there. `make test-versions` runs
+environment, so that nothing is downloaded, and no other package is there. The row runs a selection
+of the core's quick tests, the row `oldest` runs all of them. `make test-versions` runs
 all other rows, which install torch (about 5 GB each), and writes their outcomes into
 docs/reference/supported_versions.md. The row `oldest-harness` installs the lowest versions that
 pyproject.toml allows.
@@ -77,6 +78,23 @@ ROWS = {
     "3.13": Row("3.13", "newest", ("core", "training", "cli")),
     "3.14": Row("3.14", "newest", ("core", "training", "cli")),
 }
+
+LIGHT = (
+    *(
+        f"core/test_{name}.py"
+        for name in (
+            *("import", "preconditioner", "attach", "ekfac", "state", "amp", "schedule"),
+            *("damping", "guards", "validation", "max_overhead", "pipeline", "background"),
+            *("blocks", "half_precision"),
+        )
+    ),
+    *("core/kernels/test_linalg.py", "core/kernels/test_factors.py"),
+    *("core/layers/test_layers.py", "core/layers/test_attention.py"),
+    *("core/capture/test_fisher.py", "core/capture/test_derivatives.py"),
+    "core/planning/test_budget.py",
+    "core/test_strategies.py::test_a_strategy_equals_one_process_and_its_own_plan",
+)
+"""The tests of the row `light`, below tests/. They use each part of the core."""
 
 EXTRAS = ("train", "detection", "language", "parquet", "pictures", "tensorboard", "timm")
 """The extras of the rows with a harness."""
@@ -207,7 +225,7 @@ def run_tests(python: Path, place: Path, workers: str, name: str) -> dict[str, s
 
     The tests of the harness run in the checkout, those of torch alone on the wheel outside of it.
     """
-    row = ROWS.get(name, ROWS["oldest"])
+    row = ROWS["oldest"]._replace(tests=LIGHT) if name == "light" else ROWS[name]
     words = ["-q", "-n", workers, "-m", "not slow and not alone", "-p", "no:cacheprovider"]
     words.append("--ignore=tests/core/test_architecture.py")  # reads the documentation
     words += [f"--deselect=tests/{test}" for test in NOT_RUN.get(name, ())]

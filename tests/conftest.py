@@ -4,11 +4,13 @@ import gc
 import json
 import os
 import signal
+import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.support.wandb_here import fresh_wandb as fresh_wandb
 from tests.support.wandb_here import stand_in as stand_in
@@ -28,6 +30,20 @@ for number, handler in (
 ):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
+
+
+settings.register_profile("quick", max_examples=25)
+settings.register_profile("long", max_examples=20_000)
+
+
+@pytest.fixture(autouse=True)
+def quick_composition(monkeypatch):
+    """Compose each set of choices once in a process. tests/config composes as users do."""
+    # Nothing has imported it where no test composes, and where Hydra is not installed.
+    if (compose := sys.modules.get("kfac_bench.config.compose")) is not None:
+        from tests.support.configs import quick_load
+
+        monkeypatch.setattr(compose, "load", quick_load)
 
 
 @pytest.fixture
@@ -62,6 +78,13 @@ def pytest_collectstart(collector):
     """Tensors that a test file makes when it is imported are the same in each collection."""
     if isinstance(collector, pytest.Module):
         torch.manual_seed(0)
+
+
+def pytest_configure(config):
+    """Try fewer examples of property tests in the quick run, which leaves out slow tests."""
+    has_profile = config.getoption("--hypothesis-profile", None)
+    if "not slow" in config.option.markexpr and not has_profile:
+        settings.load_profile("quick")
 
 
 def pytest_addoption(parser):

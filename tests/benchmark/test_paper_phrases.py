@@ -1,5 +1,6 @@
 """What the files of the papers' rows quote is printed there: the phrases are in a list."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def comments(path):
     return " ".join(line.lstrip("# ") for line in lines)
 
 
+@functools.cache
 def notes(name):
     """Return all notes of a row."""
     row = schema.load(name)

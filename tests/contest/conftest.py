@@ -4,14 +4,12 @@ import pytest
 
 from benchmarks.contest import setup
 from kfac_bench.benchmark import local_runs
-from kfac_bench.config import compose, conf_files
+from kfac_bench.config import conf_files
 from kfac_bench.optimizers import options
-from tests.support.configs import quick_load
 
 
 @pytest.fixture(autouse=True)
 def _contest(monkeypatch):
-    monkeypatch.setattr(compose, "load", quick_load)
     monkeypatch.setattr(conf_files, "ADDED", [])
     monkeypatch.setattr(local_runs, "BEFORE_TRAINING", [])
     for name, choice in setup.OPTIMIZERS.items():

@@ -21,6 +21,7 @@ from kfac_bench.record.events import Evaluated, RunStarted, TargetReached
 from tests.contest.test_contest import TASKS, lab  # noqa: F401
 from tests.contest.test_contest import contest as small_contest
 from tests.contest.test_contest_files import WITH_STUDIES
+from tests.support.quick import quick_if
 
 INF = math.inf
 
@@ -66,6 +67,7 @@ class TestStudies:
         assert {*seeds(lab, "adamw", "digits/resnet")} == {1, 1000, 1001, 10}
         assert 2001 in seeds(lab, "sgd", "digits/resnet")
 
+    @pytest.mark.slow
     def test_a_new_machine_continues(self, lab):  # noqa: F811
         assert not run(lab, contest(), minutes=5)
         before = len([c for c in lab.trained if c.trainer.target is not None])
@@ -108,7 +110,7 @@ class TestStudies:
         assert result.trials[TASKS[0]]["sgd"] == pytest.approx(want)
 
 
-@pytest.mark.parametrize("name", WITH_STUDIES)
+@pytest.mark.parametrize("name", quick_if("second".__eq__, WITH_STUDIES))
 def test_the_first_trial_of_each_optimizer_composes(name):
     setup.run_problems()
     benchmark = schema.load(name)

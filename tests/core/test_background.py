@@ -340,9 +340,10 @@ def test_two_ranks_continue_bit_by_bit(strategy, method):
 # State
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"method": "inverse"}, {"method": "ekfac"}, EARLY, slow({"method": "eigen"})],
+    [{"method": "inverse"}, {"method": "ekfac"}, EARLY, {"method": "eigen"}],
     ids=str,
 )
 def test_a_run_continues_bit_by_bit_from_any_step(options):

@@ -19,6 +19,7 @@ from kfac_bench.core.kernels import linalg
 from tests.support import oracle
 from tests.support.distributed import run_ranks
 from tests.support.layer_checks import assert_close
+from tests.support.quick import slow
 
 LR, BETAS, EPS, SCALE, ORTHOGONAL_SCALE = 0.01, (0.8, 0.95), 1e-8, 3.0, 1.0
 
@@ -354,8 +355,17 @@ def median_difference(usual, other):
     return sorted(float((b - a).norm() / a.norm()) for a, b in both)[1]
 
 
-@pytest.mark.parametrize("change", ["order", "accumulation"])
-@pytest.mark.parametrize(("rows", "rank"), [(64, None), (8, None), (64, 5)])
+@pytest.mark.parametrize(
+    ("rows", "rank", "change"),
+    [
+        slow(64, None, "order"),
+        (64, None, "accumulation"),
+        (8, None, "order"),
+        slow(8, None, "accumulation"),
+        slow(64, 5, "order"),
+        slow(64, 5, "accumulation"),
+    ],
+)
 def test_rounding_errors_stay_small(rows, rank, change):
     """Where the gradient is zero but for rounding, Adam would divide noise by noise.
 
@@ -383,8 +393,10 @@ def test_few_seeds_miss_the_goal_and_none_by_much(spread):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("change", ["", "accumulation"])
-@pytest.mark.parametrize(("rows", "rank"), [(8, None), (64, 5)])
+@pytest.mark.parametrize(
+    ("rows", "rank", "change"),
+    [slow(8, None, ""), slow(8, None, "accumulation"), slow(64, 5, ""), (64, 5, "accumulation")],
+)
 def test_rounding_errors_stay_small_on_ranks(rows, rank, change):
     usual = weights_of_seeds(rows, rank, "", spread=False)  # as ranks do
     for other in run_ranks(2, weights_of_seeds, rows, rank, change):

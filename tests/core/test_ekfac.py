@@ -182,6 +182,7 @@ def carried(moments, old, new):
     return (after.T @ matrix @ after).diagonal().view_as(moments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("update_freq", "block_size"), [(1, None), (5, 3)])
 def test_200_steps_equal_a_dense_ekfac(update_freq, block_size):
     """Debiased averages of measured moments, carried from one eigenbasis into the next."""

@@ -27,6 +27,7 @@ from kfac_bench.core.distributed.dtensor import full, is_sharded
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from tests.core.test_eigen_adam import LR, Net, batch
 from tests.support.distributed import run_ranks
+from tests.support.quick import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 OFTEN = {"update_freq": 2, "factor_update_freq": 1}
@@ -361,7 +362,7 @@ def on_rank(options, saved=None, steps=range(3), more=range(3, 6)):
 @pytest.mark.parametrize(
     "options",
     [
-        {"strategy": "mem_opt"},
+        slow({"strategy": "mem_opt"}),
         {"strategy": "owner_reduce"},
         {"strategy": "comm_opt", "background": True},
     ],
@@ -423,14 +424,14 @@ def fsdp_from_rank_0(strategy):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt"])
+@pytest.mark.parametrize("strategy", ["comm_opt", slow("mem_opt")])
 def test_fsdp2_continues_from_a_state_of_rank_0_alone(strategy):
     for want, got in run_ranks(2, fsdp_from_rank_0, strategy):
         assert_same(got, want)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt"])
+@pytest.mark.parametrize("strategy", [slow("comm_opt"), "mem_opt"])
 def test_fsdp2_with_distributed_checkpoint_continues_bit_by_bit(tmp_path, strategy):
     want = run_ranks(2, fsdp_on_rank, tmp_path, strategy, False)
     got = run_ranks(2, fsdp_on_rank, tmp_path, strategy, True)

@@ -234,4 +234,4 @@ def test_a_fraction_without_a_strategy_that_has_one_is_refused():
     model = network()
     with pytest.raises(ValueError, match=r"0\.5 has no effect with strategy=comm_opt.*hybrid_opt"):
         KFAC(model, sgd(model), grad_worker_fraction=0.5)
-    KFAC(model, sgd(model), grad_worker_fraction=1, strategy="hybrid_opt").remove()
+    KFAC(model, sgd(model), grad_worker_fraction=1, strategy="hybrid_opt").detach()

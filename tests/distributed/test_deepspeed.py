@@ -125,7 +125,7 @@ def test_eigen_adam_without_zero_equals_one_process():
 
 
 @pytest.mark.supports("deepspeed zero {stage}", "gradient accumulation")
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), 2])
 def test_a_batch_in_parts_equals_one_process(stage):
     check_equal(2, stage, "comm_opt", {"spread": False}, 4)
     check_equal(2, stage, "mem_opt", {"spread": False, "fisher": "type2"}, 2)

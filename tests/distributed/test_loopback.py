@@ -14,6 +14,7 @@ from kfac_bench.benchmark import local_runs
 from kfac_bench.distributed.backends.ddp import is_loopback, process_group
 from tests.reliability.faults.launch import own_port
 from tests.support import ROOT, forks
+from tests.support.quick import slow
 from tests.support.runs import CPU
 
 LISTENING = "0A"
@@ -77,6 +78,7 @@ def test_loopback_addresses(host, expected):
     assert is_loopback(host) == expected
 
 
+@pytest.mark.slow
 def test_a_loader_worker_does_not_keep_the_port_of_its_run():
     with own_port() as port:
         words = [sys.executable, "-c", KEEPS_THE_PORT, port]
@@ -99,7 +101,7 @@ def _call(pipe, *arguments):
     pipe.send(_meet(*arguments))
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("host", ["127.0.0.1", slow("localhost")])
 def test_ranks_at_a_loopback_address_listen_there_alone(host):
     context, answers = forks.server(), []
     with own_port() as port:

@@ -159,6 +159,7 @@ def notice_in_evaluation(monkeypatch, step):
     monkeypatch.setattr(Trainer, "_to_device", to_device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 4, 8])
 def test_an_interrupted_evaluation_is_repeated_after_the_restart(tmp_path, monkeypatch, step):
     _, straight = train(tmp_path, *LONG, "run_id=straight")

@@ -14,6 +14,7 @@ from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from tests.support import slow_keys
 from tests.support.distributed import run_ranks
 from tests.support.examples import run_example
+from tests.support.quick import slow
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 pytest.importorskip("accelerate")
@@ -166,7 +167,7 @@ class WithEigenAdam(transformers.Trainer):
         return self.optimizer
 
 
-@pytest.mark.parametrize("callbacks", [True, False])
+@pytest.mark.parametrize("callbacks", [slow(True), False])
 def test_eigen_adam_resumes_bit_by_bit_and_needs_no_options(tmp_path, callbacks):
     """A checkpoint at step 3 of 8; decompositions in steps 0, 2, 4 and 6."""
 

@@ -16,6 +16,7 @@ from kfac_bench import KFAC, eigen_adam
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from tests.support.distributed import run_ranks
 from tests.support.examples import run_example
+from tests.support.quick import slow
 
 pytest.importorskip("lightning")
 import lightning.fabric as lightning_fabric
@@ -225,8 +226,15 @@ def finders():
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, EigenAdam])
-@pytest.mark.parametrize("finder", ["rate", "batch"])
+@pytest.mark.parametrize(
+    ("finder", "optimizer"),
+    [
+        ("rate", torch.optim.SGD),
+        slow("rate", EigenAdam),
+        slow("batch", torch.optim.SGD),
+        slow("batch", EigenAdam),
+    ],
+)
 def test_a_search_trains_with_kfac_and_leaves_no_statistics(
     tmp_path, monkeypatch, optimizer, finder
 ):

@@ -26,6 +26,7 @@ from kfac_bench.training.state import weights_sha256
 from tests.data.language.test_text import refused
 from tests.support.distributed import run_ranks
 from tests.support.language import BERT, LENGTH, QA, make_squad, make_text
+from tests.support.quick import quick_if, slow
 from tests.support.runs import (
     before_step,
     config_of,
@@ -228,7 +229,7 @@ def updated_here(folder, task, options):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kfac", ["none", "comm_opt"])
+@pytest.mark.parametrize("kfac", [slow("none"), "comm_opt"])
 @pytest.mark.parametrize("task", BASES)
 def test_ranks_and_parts_make_the_update_of_one_process(root, questions, tmp_path, task, kfac):
     """Parts have different numbers of masked tokens: short examples are among them."""
@@ -404,7 +405,7 @@ def test_without_the_packages_one_line_says_what_to_install(root, tmp_path, monk
     assert said.endswith("pip install '.[language]'")
 
 
-@pytest.mark.parametrize("model", ["bert_large", "bert_base"])
+@pytest.mark.parametrize("model", [slow("bert_large"), "bert_base"])
 def test_a_plan_of_bert_needs_no_data(model):
     run = dry_run.trace(compose.load([f"model={model}", "kfac.skip=[Norm,Embedding,'^cls']"]), 4)
     layers = {"bert_large": 24, "bert_base": 12}[model]
@@ -428,7 +429,7 @@ def test_a_plan_of_question_answering_counts_type2_fishers():
 # ---- runs ----
 
 
-@pytest.mark.parametrize("kfac", ["none", "comm_opt"])
+@pytest.mark.parametrize("kfac", [slow("none"), "comm_opt"])
 def test_a_network_learns_small_text(root, tmp_path, kfac):
     options = (f"data.root={root}", f"kfac={kfac}", "optimizer=adam", "optimizer.lr=0.01")
     _, path = train(tmp_path, *options, "trainer.max_steps=40", "model.dropout=0", base=BERT)
@@ -438,7 +439,7 @@ def test_a_network_learns_small_text(root, tmp_path, kfac):
     assert metrics[-1]["masked_lm_accuracy"] > metrics[0]["masked_lm_accuracy"]
 
 
-@pytest.mark.parametrize("fisher", ["empirical", "mc", "type2"])
+@pytest.mark.parametrize("fisher", [slow("empirical"), "mc", slow("type2")])
 def test_a_network_learns_small_questions(questions, tmp_path, fisher):
     options = (f"data.root={questions}", f"kfac.fisher={fisher}", "kfac.damping=0.01")
     more = ("optimizer=adam", "optimizer.lr=0.01", "trainer.max_steps=24", "trainer.eval_freq=12")
@@ -448,7 +449,7 @@ def test_a_network_learns_small_questions(questions, tmp_path, fisher):
     assert all(0 <= e.metrics["f1"] <= 100 for e in of_kind(path, Evaluated))
 
 
-@pytest.mark.parametrize("task", BASES)
+@pytest.mark.parametrize("task", quick_if("question_answering".__eq__, BASES))
 def test_an_interrupted_run_ends_with_the_same_weights(root, questions, tmp_path, task):
     """With dropout, in the middle of an epoch, reading ahead."""
     where = root if task == "pretraining" else questions

@@ -8,6 +8,7 @@ from torch import nn
 from kfac_bench.errors import UsageError
 from kfac_bench.models.image_networks import Autoencoder, BasicBlock, cifar_resnet
 from kfac_bench.models.options import TorchvisionResNetConfig
+from tests.support.quick import slow
 
 
 def parameters(model):
@@ -43,10 +44,10 @@ def resnet_parameters(depth, classes, channels):
     [
         (8, 75_290, None),
         (20, 269_722, 0.27),
-        (32, 464_154, 0.46),
-        (44, 658_586, 0.66),
-        (56, 853_018, 0.85),
-        (110, 1_727_962, 1.7),
+        slow(32, 464_154, 0.46),
+        slow(44, 658_586, 0.66),
+        slow(56, 853_018, 0.85),
+        slow(110, 1_727_962, 1.7),
     ],
 )
 def test_cifar_resnet_has_the_layers_and_parameters_of_the_paper(depth, expected, paper):

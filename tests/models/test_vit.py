@@ -108,6 +108,7 @@ def test_kfac_on_every_linear_map_equals_the_oracle(method, classes):
     assert {s.kind for s in kfac.report().skipped} == {"LayerNorm", "Embedding"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "metric"),
     [

@@ -14,6 +14,7 @@ from kfac_bench import report
 from kfac_bench.record import runs, score
 from kfac_bench.report import curves
 from kfac_bench.report.comparison import finding
+from tests.support.quick import slow
 from tests.support.written_runs import EVIL, two_optimizers, write_run
 
 
@@ -67,12 +68,12 @@ def test_curves_have_labels_with_units_and_a_legend(folder: Path) -> None:
     "losses",
     [
         (),
-        (0.0, -1.0, 0.0),
+        slow((0.0, -1.0, 0.0)),
         (float("nan"), float("inf"), 1e300),
-        (1e-9, 1e9, 1.0),
-        (1.0, 1.0, 1.0),
-        (-5.0, 3.0, -10.0),
-        (1.0, 0.5, 1e25),
+        slow((1e-9, 1e9, 1.0)),
+        slow((1.0, 1.0, 1.0)),
+        slow((-5.0, 3.0, -10.0)),
+        slow((1.0, 0.5, 1e25)),
     ],
 )
 def test_diverged_and_empty_curves_are_drawn(tmp_path: Path, losses: tuple[float, ...]) -> None:
@@ -111,11 +112,11 @@ def test_the_axis_of_a_share_shows_values_near_the_target(tmp_path: Path) -> Non
     ("kfac_s", "sgd_s", "words"),
     [
         (1.0, 3.4, "K-FAC is 3.4x faster than SGD to accuracy 0.9"),
-        (3.0, 1.5, "SGD is 2.0x faster than K-FAC to accuracy 0.9"),
+        slow(3.0, 1.5, "SGD is 2.0x faster than K-FAC to accuracy 0.9"),
         (1.0, 1.04, "No difference is shown between K-FAC and SGD to accuracy 0.9"),
         (1.0, None, "Only K-FAC reaches accuracy 0.9"),
-        (None, 1.0, "SGD reaches accuracy 0.9, K-FAC does not"),
-        (None, None, "No optimizer reaches accuracy 0.9"),
+        slow(None, 1.0, "SGD reaches accuracy 0.9, K-FAC does not"),
+        slow(None, None, "No optimizer reaches accuracy 0.9"),
     ],
 )
 def test_the_finding(tmp_path: Path, kfac_s: float | None, sgd_s: float | None, words: str) -> None:

@@ -1,6 +1,7 @@
 """What the tests of conf/ and the command line share, and a quick way to compose for all others."""
 
 import functools
+import os
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -8,7 +9,7 @@ from hydra.core.override_parser.types import OverrideType
 from omegaconf import OmegaConf
 
 from kfac_bench import config
-from kfac_bench.config import compose, conf_files, problem_file
+from kfac_bench.config import compose, conf_files, problem_file, recipes
 from kfac_bench.errors import UsageError
 
 GROUPS = ("model", "optimizer", "schedule", "kfac", "data", "task", "backend", "logger")
@@ -17,12 +18,15 @@ CHOICES = (*GROUPS, "experiment", "profile", *OF_A_PROBLEM)
 """What Hydra composes. The groups of a problem are refused without its file."""
 DEFAULT = compose.load([])
 
+OF_WANDB = ("logger.wandb", "logger.project", "logger.entity", "logger.id")
+VARIABLES = ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_ID")
+"""Variables that fill options of the logger which are null."""
 
 _load = compose.load
 
 
 @functools.cache
-def _composed(folders, *choices):
+def _composed(places, *choices):
     return _load(choices)
 
 
@@ -31,29 +35,31 @@ def _parsed(override):
     return OverridesParser.create().parse_override(override)
 
 
-def quick_load(overrides, config_dir=None):
+def quick_load(overrides, config_dir=None, ranks=None):
     """Return what ``compose.load`` returns, eight times as fast where only values differ.
 
     Hydra composes each set of choices (``model=resnet8``, ``experiment=mine``) once in a process;
-    the values (``trainer.max_steps=3``) are then set in a copy. For all tests but those of the
-    composition. What cannot be set raises what ``compose.load`` raises.
+    the values (``trainer.max_steps=3``) are then set in a copy. Hydra composes whatever this
+    function cannot compose, and raises what a user would see.
     """
     if config_dir is not None:
-        return _load(overrides, config_dir)
+        return _load(overrides, config_dir, ranks)
     try:
+        assert recipes.choose(overrides, None, ranks) is None
         parsed = [_parsed(override) for override in overrides]
         is_choice = [o.key_or_group in CHOICES for o in parsed]
         choices = [text for text, choice in zip(overrides, is_choice, strict=True) if choice]
-        tree = OmegaConf.structured(_composed((compose.CONF_DIR, *conf_files.ADDED), *choices))
+        places = (compose.CONF_DIR, *conf_files.ADDED, *map(os.environ.get, VARIABLES))
+        tree = OmegaConf.structured(_composed(places, *choices))
         for override, choice in zip(parsed, is_choice, strict=True):
             if not choice:
                 assert override.type == OverrideType.CHANGE
+                assert override.key_or_group not in OF_WANDB
                 OmegaConf.update(tree, override.key_or_group, override.value())
         found = OmegaConf.to_object(tree)
         config.check(found)
     except Exception:
-        # The real composition decides: it succeeds, or it raises what a user would see.
-        return _load(overrides)
+        return _load(overrides, None, ranks)
     return found
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from kfac_bench.errors import UsageError
 
-settings.register_profile("long", max_examples=20_000)
 DEEP = {
     **{f"deep list {n}": "[" * n + "]" * n for n in (900, 100_000)},
     **{f"deep object {n}": '{"a":' * n + "1" + "}" * n for n in (900, 100_000)},

@@ -276,6 +276,9 @@ def test_choices_that_do_not_fit_detection_are_refused(overrides, said):
     with pytest.raises(UsageError) as refused:
         compose.load(["model=maskrcnn_tiny", *overrides])
     assert said in str(refused.value)
+
+
+def test_without_kfac_any_fisher_is_accepted():
     compose.load(["model=maskrcnn_tiny", "kfac=none", "kfac.fisher=mc"])
 
 
@@ -333,6 +336,7 @@ def test_the_outline_is_what_a_step_computes(demo):
 # ---- runs ----
 
 
+@pytest.mark.slow
 def test_a_network_learns_the_demo(demo, tmp_path):
     options = (f"data.root={demo}", "trainer.max_steps=16", "optimizer=adam", "optimizer.lr=0.003")
     _, path = train(tmp_path, *options, "kfac=none", "trainer.log_freq=1", base=TINY)

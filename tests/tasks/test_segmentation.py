@@ -149,6 +149,7 @@ def test_a_network_learns_the_demo(demo, tmp_path):
     assert 0 <= of_kind(path, Evaluated)[-1].metrics["dice"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kfac", ["comm_opt", "none"])
 def test_an_interrupted_run_ends_with_the_same_weights(demo, tmp_path, kfac):
     options = (f"data.root={demo}", f"kfac={kfac}", "trainer.max_steps=6")

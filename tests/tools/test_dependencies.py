@@ -1,10 +1,11 @@
 """The packages that the code imports are the ones that pyproject.toml declares."""
 
 import ast
+import functools
 import re
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from importlib import metadata
 
 from kfac_bench import errors
 from tests.support import ROOT
@@ -27,6 +28,10 @@ def imported(folder="kfac_bench"):
                 names = [node.module]
             packages |= {name.partition(".")[0]: path for name in names}
     return packages
+
+
+packages_distributions = functools.cache(metadata.packages_distributions)
+"""The function reads the files of all installed packages, which takes seconds."""
 
 
 def declared(*extras):

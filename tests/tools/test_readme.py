@@ -1,5 +1,6 @@
 """README: what it tells people to type works, its links lead somewhere, its numbers hold."""
 
+import functools
 import re
 import shlex
 
@@ -37,6 +38,12 @@ def test_the_commands_are_found():
     assert len(commands("make")) >= 1
 
 
+@functools.cache
+def config_text():
+    """Return the configuration that a run writes."""
+    return compose.shown(compose.load(["seed=3"]))
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The current folder, with the problem file and the run that README names."""
@@ -44,8 +51,7 @@ def folder(tmp_path, monkeypatch):
     changed = problem.replace("problem = Problem(", "def problem(width=16):\n    return Problem(")
     (tmp_path / "my_problem.py").write_text(changed)
     (tmp_path / "runs" / "RUN_ID").mkdir(parents=True)
-    shown = compose.shown(compose.load(["seed=3"]))
-    (tmp_path / "runs" / "RUN_ID" / "config.yaml").write_text(shown)
+    (tmp_path / "runs" / "RUN_ID" / "config.yaml").write_text(config_text())
     monkeypatch.chdir(tmp_path)
     # Runs of later tests would look for the file, too.
     monkeypatch.setattr(problem_file, "_files", {})

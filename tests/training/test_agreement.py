@@ -12,6 +12,7 @@ from kfac_bench.record.events import Evaluated
 from kfac_bench.training import state
 from kfac_bench.training.state import CHUNK, checksum
 from tests.support.distributed import run_ranks
+from tests.support.quick import slow
 from tests.support.runs import (
     ALONE,
     CPU,
@@ -116,7 +117,7 @@ def test_the_check_can_be_turned_off(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["comm_opt", "local_factors"])
+@pytest.mark.parametrize("strategy", ["comm_opt", slow("local_factors")])
 def test_ranks_that_work_agree(tmp_path, strategy):
     """Batch norm's statistics drift apart between evaluations: that is no fault."""
     options = (*STEPS, f"kfac={strategy}", "optimizer=adam", "optimizer.lr=0.001")

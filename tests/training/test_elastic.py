@@ -23,6 +23,7 @@ from kfac_bench.training import build
 from kfac_bench.training.build import build_optimizer
 from tests.support import ROOT
 from tests.support.distributed import run_ranks
+from tests.support.quick import slow
 from tests.support.runs import (
     KFAC,
     SMALL,
@@ -217,7 +218,7 @@ def test_ranks_with_different_options_end_with_one_line(tmp_path):
     assert said == ["kfac-train: ranks [1] have other options than rank 0. Use one command for all"]
 
 
-@pytest.mark.parametrize("agent", [False, True])
+@pytest.mark.parametrize("agent", [slow(False), True])
 def test_waiting_for_a_missing_rank_ends_after_the_timeout(monkeypatch, agent):
     """Rank 0 of two keeps the store, or torchrun's agent keeps it."""
     port = free_port()

@@ -22,6 +22,7 @@ from kfac_bench.distributed.backends.ddp import process_group
 from kfac_bench.distributed.ranks import lost_rank
 from kfac_bench.errors import OneRankError, WorkerLostError, shortage
 from tests.support import forks
+from tests.support.quick import slow
 from tests.support.runs import CPU, before_step, end, train, write_pictures
 
 BASE = (
@@ -146,7 +147,7 @@ def _with_a_shortage(folder, root, what, workers):
     return caught.value.code, said.getvalue()
 
 
-@pytest.mark.parametrize(("what", "workers"), [("memory", 0), ("memory", 2), ("threads", 0)])
+@pytest.mark.parametrize(("what", "workers"), [slow("memory", 0), ("memory", 2), ("threads", 0)])
 def test_a_shortage_is_one_line_and_ends_the_record(tmp_path, root, what, workers):
     code, said = forks.call(_with_a_shortage, tmp_path, root, what, workers)
     assert code == 1

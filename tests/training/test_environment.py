@@ -23,6 +23,7 @@ print(by_default, page_faults() if keep_freed_memory() else "no glibc")
 """
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated, Resumed
 from kfac_bench.training.build import build_optimizer
 from tests.support.configs import quick_load
+from tests.support.quick import quick_if
 from tests.support.runs import before_step, end, of_kind, terminate, train
 
 NOT_ELEMENTWISE = [
@@ -206,7 +207,9 @@ def test_muon_leaves_the_tokens_of_a_vision_transformer_to_adam():
     assert by_muon == [(5, 6)]
 
 
-@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
+@pytest.mark.parametrize(
+    "name", quick_if(("soap", "shampoo", "muon").__contains__, NOT_ELEMENTWISE)
+)
 def test_it_learns_and_goes_on_where_it_stopped(tmp_path, name):
     learns_and_goes_on(tmp_path, name)
 

@@ -19,6 +19,7 @@ from kfac_bench.tasks.image_tasks import Reconstruction
 from kfac_bench.tasks.task import Prediction
 from kfac_bench.training import checkpoint, predictions
 from tests.support.distributed import run_ranks
+from tests.support.quick import slow
 from tests.support.runs import (
     CPU,
     KFAC,
@@ -167,7 +168,7 @@ def sharded_or_not(folder, backend, *overrides):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("backend", [slow("ddp"), "fsdp2"])
 def test_ranks_show_the_same_predictions_as_one_process(tmp_path, backend):
     # With decompositions whose steps are the same on any number of ranks.
     stable = (*KFAC, "optimizer.lr=0.02", "kfac.damping=0.1", "kfac.spread=false")

@@ -18,6 +18,7 @@ from kfac_bench.tasks.problem_task import ProblemTask
 from tests.support import ROOT
 from tests.support.configs import Own
 from tests.support.distributed import run_ranks
+from tests.support.quick import slow
 from tests.support.runs import (
     before_step,
     end,
@@ -116,7 +117,7 @@ def refused_by_command(capsys, *words):
 
 @pytest.mark.parametrize(
     "options",
-    [("kfac=none",), ("kfac.update_freq=2", "kfac.factor_update_freq=1")],
+    [slow(("kfac=none",)), ("kfac.update_freq=2", "kfac.factor_update_freq=1")],
     ids=["sgd", "kfac"],
 )
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -505,30 +506,36 @@ BAD = [
     ("problem = Problem", "def problem(): dict", r"`problem` returned an object of class NoneType"),
     ("model=network", "model=network()", r"mine.py:\d+: Problem: model must be a function that"),
     ("batch_size=12", "batch_size=0", r"Problem: batch_size=0 must be"),
-    ("batch_size=12", "batch_size=61", r"batch_size=61 is larger than the training set of .*60 ex"),
     ("train=Noisy(60)", "train=iter([])", r"Problem: train must be a map-style dataset"),
     ("validation=Noisy(20)", "validation=[]", r"Problem: validation has no example"),
     ("nn.Linear(4, 8)", "nn.Linear(5, 8)", r"mine.py: the model or the loss fails on the first"),
     ("return nn.Seq", "return 1, nn.Seq", r"`model` returned an object of class tuple"),
-    ("return nn.Seq", "1 / 0\n    return nn.Seq", r"mine.py:\d+: the model cannot be built: Zero"),
     ("nn.CrossEntropyLoss()", "nn.CrossEntropyLoss(reduction='sum')", r"the loss is a sum over"),
+    ("nn.CrossEntropyLoss()", "lambda net, all: net.forward(all[0]).sum()", "`net` to `model`$"),
+    ("float().mean()", "float().sum()", r"the metric `accuracy` is a sum over the examples"),
+    ("batch[1]).float", "batch[2]).float", r"mine.py:\d+: the metric fails on the first batch"),
+    ("validation=Noisy(20)", "validation=[(torch.zeros(5), 0)]", r"must have the same shapes"),
+    ("return x, i % 3", "raise OSError('no such file')", r"mine.py:\d+: train\[0\]: OSError"),
+]  # fmt: skip
+MORE = [  # of what is refused when the model is built and tried, which takes a second
+    ("batch_size=12", "batch_size=61", r"batch_size=61 is larger than the training set of .*60 ex"),
+    ("return nn.Seq", "1 / 0\n    return nn.Seq", r"mine.py:\d+: the model cannot be built: Zero"),
     ("nn.CrossEntropyLoss()", "nn.CrossEntropyLoss(reduction='none')", r"of shape \[8\]"),
     ("nn.CrossEntropyLoss()", "lambda net, batch: net(batch[0]).sum()", "`net` to `model`$"),
-    ("nn.CrossEntropyLoss()", "lambda net, all: net.forward(all[0]).sum()", "`net` to `model`$"),
     ("nn.CrossEntropyLoss()", "lambda output, target: 1.0", r"the loss is an object of class fl"),
     ("nn.CrossEntropyLoss()", "lambda o, t: o.mean() / 0", r"the loss of the first batch is"),
     ("float().mean()", "float().mean() * np.nan", r"the metric `accuracy` of the .* is NaN"),
     ("float().mean()", "float()[:3]", r"the metric has the shape \[3\]"),
-    ("float().mean()", "float().sum()", r"the metric `accuracy` is a sum over the examples"),
     ("metric=", "collate=lambda e: (torch.eye(len(e)), [0]), metric=", r"\[8, 8\], \[1\]\. The"),
-    ("batch[1]).float", "batch[2]).float", r"mine.py:\d+: the metric fails on the first batch"),
-    ("validation=Noisy(20)", "validation=[(torch.zeros(5), 0)]", r"must have the same shapes"),
     ("return x, i % 3", "return x[: i % 3], i % 3", r"8 examples of `train` do not make a batch"),
-    ("return x, i % 3", "raise OSError('no such file')", r"mine.py:\d+: train\[0\]: OSError"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("old", "new", "line"), BAD, ids=[new for _, new, _ in BAD])
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [*BAD, *(slow(*case) for case in MORE)],
+    ids=[new for _, new, _ in BAD + MORE],
+)
 def test_bad_input_is_one_line_with_the_place(tmp_path, own, capsys, old, new, line):
     file = own((old, new))
     runs_dir = tmp_path / "runs"

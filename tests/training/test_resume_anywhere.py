@@ -101,7 +101,7 @@ def tensor_bytes(tree):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["comm_opt", "hybrid_opt"])
+@pytest.mark.parametrize("strategy", ["comm_opt", slow("hybrid_opt")])
 def test_the_state_of_each_layer_is_saved_once(tmp_path, strategy):
     options = (*STABLE, f"kfac.strategy={strategy}", "model.hidden=[256,64]", "trainer.max_steps=2")
     train(tmp_path / "alone", *options, base=SMALL)

@@ -12,6 +12,7 @@ from kfac_bench.record.events import Checkpointed
 from kfac_bench.training import trainer
 from kfac_bench.training.stop import SIGNALS, Stop
 from tests.support import ROOT, forks
+from tests.support.quick import quick_if
 from tests.support.runs import before_step, end, steps_of, train
 
 STEPS = ("kfac=none", "run_id=r", "trainer.max_steps=10")
@@ -70,7 +71,12 @@ def _stopped(folder, number):
         return train(folder, *STEPS)[0]
 
 
-@pytest.mark.parametrize("number", [s for s in SIGNALS if s != signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    quick_if(
+        (signal.SIGTERM, signal.SIGUSR1).__contains__, [s for s in SIGNALS if s != signal.SIGINT]
+    ),
+)
 def test_a_process_that_gets_a_signal_saves_and_the_same_command_continues(tmp_path, number):
     straight = train(tmp_path / "straight", *STEPS)[1]
     assert forks.call(_stopped, tmp_path, number) == "interrupted"

@@ -14,6 +14,7 @@ from kfac_bench.record.events import Resumed, Trained, read
 from kfac_bench.tasks.image_tasks import Reconstruction
 from kfac_bench.training import checkpoint, run, update
 from tests.support.distributed import run_ranks
+from tests.support.quick import quick_if, slow
 from tests.support.runs import (
     METHODS,
     RESNET,
@@ -76,7 +77,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", quick_if(("ekfac", "inverse, adaptive", "none").__contains__, KINDS)
+)
 def test_parts_give_the_same_result_as_one_batch(tmp_path, kind):
     options = (*STABLE, *KINDS[kind], "trainer.max_steps=8")
     _, whole = train(tmp_path, *options, "run_id=whole")
@@ -146,7 +149,7 @@ def test_ranks_communicate_at_the_last_part_only(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.supports("ddp", "gradient accumulation")
-@pytest.mark.parametrize("kind", ["eigen", "type2", "inverse, adaptive"])
+@pytest.mark.parametrize("kind", [slow("eigen"), "type2", slow("inverse, adaptive")])
 def test_parts_on_two_ranks_give_the_same_result_as_one_batch(tmp_path, kind):
     options = (*STABLE, *KINDS[kind], "trainer.max_steps=8")
     _, whole = train(tmp_path, *options, "run_id=whole")
@@ -215,7 +218,7 @@ def seen_in(folder, *overrides, base=SMALL):
     return dtypes[True], dtypes[False], path
 
 
-@pytest.mark.parametrize("base", [SMALL, RESNET], ids=["autoencoder", "resnet8"])
+@pytest.mark.parametrize("base", [SMALL, slow(RESNET)], ids=["autoencoder", "resnet8"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_lower_precision_trains_nearly_as_well(tmp_path, monkeypatch, precision, base):
     scaler_of(monkeypatch, init_scale=2.0**10)  # the usual 2**16 overflows at first
@@ -252,10 +255,10 @@ def train_scaled_here(folder, options):
 @pytest.mark.parametrize(
     ("what", "options"),
     [
-        ("bf16 autocast", ("trainer.precision=bf16", "kfac=comm_opt")),
+        slow("bf16 autocast", ("trainer.precision=bf16", "kfac=comm_opt")),
         ("bf16 autocast", ("trainer.precision=bf16", "kfac=mem_opt", "trainer.accumulate=3")),
         ("fp16 with GradScaler", ("trainer.precision=fp16", "kfac=hybrid_opt")),
-        ("fp16 with GradScaler", ("trainer.precision=fp16", "trainer.accumulate=2")),
+        slow("fp16 with GradScaler", ("trainer.precision=fp16", "trainer.accumulate=2")),
     ],
 )
 def test_a_lower_precision_gives_the_same_result_on_two_ranks(tmp_path, monkeypatch, what, options):
@@ -418,7 +421,7 @@ EVERYTHING = (
 )
 
 
-@pytest.mark.parametrize(("step", "state"), [(3, "fp32"), (7, "fp32"), (7, "bf16")])
+@pytest.mark.parametrize(("step", "state"), [slow(3, "fp32"), slow(7, "fp32"), (7, "bf16")])
 def test_an_interrupted_run_with_everything_ends_with_the_same_weights(
     tmp_path, monkeypatch, step, state
 ):

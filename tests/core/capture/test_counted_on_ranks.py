@@ -80,6 +80,7 @@ def train(name, other):
     return {"f": factors_of(kfac), "w": dict(enumerate(weights))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_another_pass_leaves_no_statistics(name):
     for other in list(OTHER_PASSES)[1:]:

@@ -144,7 +144,9 @@ def attentive_on_rank(strategy, options):
     assert len(kfac.report().layers) == 13
 
 
-@pytest.mark.parametrize(("strategy", "method"), [("comm_opt", "ekfac"), ("mem_opt", "inverse")])
+@pytest.mark.parametrize(
+    ("strategy", "method"), [("comm_opt", "ekfac"), slow("mem_opt", "inverse")]
+)
 def test_fsdp2_covers_all_kinds_of_layers(strategy, method):
     options = ALL | {"max_dim": 10, "method": method}
     run_ranks(2, attentive_on_rank, strategy, options)
@@ -199,7 +201,13 @@ def tensor_parallel_on_rank(strategy, options, sequence):
 
 @pytest.mark.supports("tensor parallel", "{strategy}")
 @pytest.mark.parametrize("sequence", [slow(False), True])
-@pytest.mark.parametrize(("strategy", "method"), quick_if(IS_QUICK, CHOICES))
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    quick_if(
+        (("comm_opt", "ekfac"), ("mem_opt", "eigen_adam"), ("owner_reduce", "eigen")).__contains__,
+        CHOICES,
+    ),
+)
 def test_tensor_parallel_equals_one_process(strategy, method, sequence):
     run_ranks(2, tensor_parallel_on_rank, strategy, ALL | {"method": method}, sequence)
 
@@ -475,13 +483,8 @@ def go_on_on_rank(kind, strategy, weights, states):
     return go_on(model, data, weights, states, strategy)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.supports(kind, "resume on another world size"))
-        for kind in ("fsdp2", "tensor parallel")
-    ],
-)
+@pytest.mark.supports("{kind}", "resume on another world size")
+@pytest.mark.parametrize("kind", ["fsdp2", slow("tensor parallel")])
 @pytest.mark.parametrize("strategy", [slow("comm_opt"), "mem_opt"])
 def test_state_is_that_of_whole_layers(kind, strategy):
     """Two ranks, then one process, then ranks that hold other parts."""

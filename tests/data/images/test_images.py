@@ -21,6 +21,7 @@ from kfac_bench.record.events import Trained
 from kfac_bench.record.sinks.view import metrics_of
 from tests.data.base.test_data import BINARY, write_cifar
 from tests.support.distributed import run_ranks
+from tests.support.quick import slow
 from tests.support.runs import RESNET, SMALL, end, here, of_kind, train, train_here, trainer_of
 
 
@@ -259,7 +260,9 @@ STABLE = (
 )
 
 
-@pytest.mark.parametrize("kind", [("kfac=none",), (), ("kfac.method=inverse", "kfac.fisher=mc")])
+@pytest.mark.parametrize(
+    "kind", [slow(("kfac=none",)), (), slow(("kfac.method=inverse", "kfac.fisher=mc"))]
+)
 def test_channels_last_gives_the_same_result(tmp_path, kind):
     options = (*RESNET, *STABLE, "kfac.factor_update_freq=1", "optimizer.lr=0.02", *kind)
     _, first = train(tmp_path, "run_id=first", base=options)

@@ -23,6 +23,7 @@ from kfac_bench.record.sinks import wandb as sink_module
 from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.record.sinks.wandb import WandbSink, decide_mode, wandb_id
 from tests.support import ROOT, wandb_rows
+from tests.support.quick import slow
 from tests.support.wandb_here import KEY
 
 pytestmark = pytest.mark.usefixtures("fresh_wandb")
@@ -360,7 +361,7 @@ def test_a_run_that_wandb_cannot_open_turns_the_view_off(tmp_path):
     assert "a/b" in said[0]
 
 
-@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("signal", ["SIGKILL", slow("SIGSTOP")])
 def test_dead_or_hung_service_never_stops_training(tmp_path, signal):
     """This needs a separate process, because the exit of the process is tested too."""
     script = f"""
