@@ -95,9 +95,7 @@ def test_files_that_are_not_text_are_refused(tmp_path, kind):
     assert "cannot be read" in refused(list, documents.read(kind, tmp_path))
 
 
-def test_linked_folders_are_read_and_a_folder_that_cannot_be_listed_is_named(
-    tmp_path, monkeypatch
-):
+def test_linked_folders_are_read_and_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
     root, other = tmp_path / "root", tmp_path / "other"
     for folder in (root / "a", other):
         folder.mkdir(parents=True)
