@@ -258,18 +258,40 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
         )
     for first in cell.before:
         is_good, text = run_cell(first, retry=retry)
-        if not is_good:
+        # A run can also fail by its own events, for example if its loss is not finite.
+        if not is_good or text.startswith("failed"):
             # The next start continues the first run, so this cell has not failed.
             if text.startswith(("not run", "interrupted")):
                 return False, text
-            return _failed(
-                cell, f"{first.path().name}, which it starts from, {text}", has_run=False
-            )
+            return record_blocked(cell, _starts_from(first, text))
     run_end.wait_until_free(cell.path())
     code, line = train(cell)
     if code in run_end.INTERRUPTED:
         return False, f"interrupted: {line}"
     return record_end(cell, code, line)
+
+
+def obstacle(cell: Cell) -> tuple[str, bool]:
+    """Return why the cell cannot start yet, and whether a run that it starts from has failed.
+
+    The reason is empty if all runs that the cell starts from have ended well.
+    """
+    for first in cell.before:
+        text = run_end.outcome(first.path())
+        if text is None:
+            return _starts_from(first, "has not ended"), False
+        if text.startswith("failed"):
+            return _starts_from(first, text), True
+    return "", False
+
+
+def _starts_from(first: Cell, text: str) -> str:
+    return f"{first.path().name}, which it starts from, {text}"
+
+
+def record_blocked(cell: Cell, reason: str) -> tuple[bool, str]:
+    """Record that the cell could not start, because a run that it starts from has failed."""
+    return _failed(cell, reason, has_run=False)
 
 
 def train(cell: Cell) -> tuple[int, str]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_bench.benchmark import run_end
+from kfac_bench.benchmark import grid, run_end
 from kfac_bench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,15 +36,17 @@ def submit(
     options: Sequence[str] = (),
     *,
     before: Sequence[str] = (),
+    run_paths: Mapping[str, Path] | None = None,
 ) -> list[str]:
     """Submit a job for each command and one for ``after``; return their ids in that order.
 
     * Each command runs on all tasks of its job. slurm/common.sh handles signals and requeueing.
     * ``after`` runs on one task when all other jobs have ended, successfully or not. A requeued job
-      has not ended.
+      has not ended. Two such jobs of one folder never run at the same time.
     * The output goes to ``FOLDER/slurm/LABEL-ID.out``.
     * A command that is submitted again while its job is in the queue waits for that job. A complete
-      run of kfac-train is not trained again.
+      run of kfac-train is not trained again. Commands with the same run directory also wait for
+      each other.
     * Give runs a name (``run_id=``). Otherwise the name of a run contains the number of its job.
 
     Args:
@@ -50,7 +54,8 @@ def submit(
         after: The last command.
         folder: The folder of the results.
         options: Options of sbatch, such as ``--ntasks=2``.
-        before: Ids of earlier jobs that are useless without these.
+        before: Ids of earlier jobs, which ``after`` waits for. They are useless without these jobs.
+        run_paths: The run directories of commands, by label.
 
     Raises:
         UsageError: There is no Slurm, or Slurm refuses a job. Then these jobs and those in
@@ -69,13 +74,13 @@ def submit(
     ids: list[str] = []
     try:
         for label, command in commands.items():
-            name = f"{_plain(label)}-{_digest(str(folder.resolve()), label)}"
+            name = _job_name(label, folder, (run_paths or {}).get(label))
             # Jobs with the same name run one after the other, never at the same time.
             once = ["--dependency=singleton", *options]
             ids.append(_sbatch(name, output / _plain(label), once, command))
+        when = f",afterany:{':'.join([*before, *ids])}" if before or ids else ""
         last = [*options, "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]
-        if ids:
-            last.append(f"--dependency=afterany:{':'.join(ids)}")
+        last.append(f"--dependency=singleton{when}")
         name = f"report-{_digest(str(folder.resolve()))}"
         ids.append(_sbatch(name, output / "report", last, after))
     except UsageError as error:
@@ -84,6 +89,15 @@ def submit(
         _cancel([*before, *ids])
         raise
     return ids
+
+
+def _job_name(label: str, folder: Path, run_path: Path | None) -> str:
+    """Return the name of a command's job. Jobs with the same name never run at the same time."""
+    if run_path is None:
+        return f"{_plain(label)}-{_digest(str(folder.resolve()), label)}"
+    # Two benchmarks may share a run. Their labels for the run and their folders differ.
+    path = run_path.resolve()
+    return f"{_plain(path.name)}-{_digest(str(path))}"
 
 
 def _cancel(ids: Sequence[str]) -> str:
@@ -138,11 +152,12 @@ def waves(row: BenchmarkRow) -> list[list[Cell]]:
     """Return the waves in order: first the runs that others start from, at last the cells."""
     # The runs at position i of `before` are wave i. Cells share runs, so each path counts once.
     depth = max((len(cell.before) for cell in row.cells), default=0)
-    before = [
-        list({c.before[i].path(): c.before[i] for c in row.cells if len(c.before) > i}.values())
-        for i in range(depth)
-    ]
-    return [*before, list(row.cells)]
+    before: list[dict[Path, Cell]] = [{} for _ in range(depth)]
+    for cell in row.cells:
+        for i, first in enumerate(cell.before):
+            # Each of these runs starts from the runs before it.
+            before[i][first.path()] = replace(first, before=cell.before[:i])
+    return [*(list(each.values()) for each in before), list(row.cells)]
 
 
 def submit_wave(
@@ -152,8 +167,8 @@ def submit_wave(
     options: Sequence[str],
     *,
     retry: bool = False,
-) -> list[str]:
-    """Submit a wave, and after it a job for the next wave or the report; return what to print.
+) -> tuple[int, list[str]]:
+    """Submit a wave, and after it a job for the next wave or the report.
 
     Computed cells are computed at once, in this process.
 
@@ -164,38 +179,70 @@ def submit_wave(
         options: Options of sbatch.
         retry: Whether failed cells run again.
 
+    Returns:
+        How many cells have failed already, and the lines to print.
+
     Raises:
         UsageError: As :func:`kfac_bench.benchmark.slurm_jobs.submit`.
     """
-    lines = []
+    failed, lines = 0, []
     for each in row.computed:
         is_good, text = each.run()
         if not is_good:
+            failed += 1
             lines.append(f"{each.label}: {text}")
     all_waves = waves(row)
-    todo = [cell for cell in all_waves[wave] if run_end.will_run(cell.path(), retry=retry)]
     is_last = wave + 1 == len(all_waves)
-    follow_up = ["report" if is_last else "run", row.name, *words]
-    if not is_last:
-        follow_up += ["--wave", str(wave + 1), f"--sbatch={' '.join(options)}"]
-        follow_up += ["--retry"] * retry
-    after = [sys.executable, *KFAC_BENCH, *follow_up]
-    by_ranks: dict[int, dict[str, list[str]]] = {}
-    for cell in todo:
-        by_ranks.setdefault(cell.ranks, {})[f"{row.name} {cell.label}"] = cell.rank_command()
-    ids: list[str] = []
-    # Each rank is a task of its job, so cells with different ranks need different options.
-    for ranks, commands in by_ranks.items():
-        tasks = [*options, f"--ntasks={ranks}"]
-        behind = after if len(by_ranks) == 1 else ["true"]
-        ids += submit(commands, behind, row.folder, tasks, before=ids)
-    if len(by_ranks) != 1:
-        when = [f"--dependency=afterany:{':'.join(ids)}"] if ids else []
-        ids += submit({}, after, row.folder, [*options, *when], before=ids)
+    todo = []
+    for cell in all_waves[wave]:
+        if not run_end.will_run(cell.path(), retry=retry):
+            continue
+        reason, has_failed = grid.obstacle(cell)
+        if not reason:
+            todo.append(cell)
+            continue
+        lines.append(f"{cell.label}: not submitted: {reason}")
+        failed += has_failed
+        # As on one machine, a record blocks only cells of the table, never a run before them.
+        if is_last and has_failed:
+            grid.record_blocked(cell, reason)
+    ids = _submit_cells(row, todo, options, _follow_up(row, words, wave, options, retry=retry))
     count = f"{len(todo)} of {len(all_waves[wave])} cells"
     what = "report" if is_last else f"next of {len(all_waves)} waves"
-    return [
+    return failed, [
         *lines,
         f"{row.name}: {count} submitted, then the {what}",
         f"{row.name}: jobs {' '.join(ids)}",
     ]
+
+
+def _follow_up(
+    row: BenchmarkRow, words: Sequence[str], wave: int, options: Sequence[str], *, retry: bool
+) -> list[str]:
+    """Return the command that submits the wave after this one, or that writes the report."""
+    is_last = wave + 1 == len(waves(row))
+    command = ["report" if is_last else "run", row.name, *words]
+    if not is_last:
+        command += ["--wave", str(wave + 1), f"--sbatch={shlex.join(options)}"]
+        command += ["--retry"] * retry
+    return [sys.executable, *KFAC_BENCH, *command]
+
+
+def _submit_cells(
+    row: BenchmarkRow, todo: Sequence[Cell], options: Sequence[str], after: Sequence[str]
+) -> list[str]:
+    """Submit the cells and the command after all of them; return the ids of the jobs."""
+    by_ranks: dict[int, list[Cell]] = {}
+    for cell in todo:
+        by_ranks.setdefault(cell.ranks, []).append(cell)
+    ids: list[str] = []
+    # Each rank is a task of its job, so cells with different ranks need different options.
+    for ranks, cells in by_ranks.items():
+        commands = {f"{row.name} {cell.label}": cell.rank_command() for cell in cells}
+        run_paths = {f"{row.name} {cell.label}": cell.path() for cell in cells}
+        tasks = [*options, f"--ntasks={ranks}"]
+        behind = after if len(by_ranks) == 1 else ["true"]
+        ids += submit(commands, behind, row.folder, tasks, before=ids, run_paths=run_paths)
+    if len(by_ranks) != 1:
+        ids += submit({}, after, row.folder, options, before=ids)
+    return ids

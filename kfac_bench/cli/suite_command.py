@@ -380,7 +380,10 @@ def _submit(
     from kfac_bench.benchmark import slurm_jobs
 
     words = [*map(str, _words(options)), "--launcher", "slurm"]
+    failed = 0
     for row in rows:
-        for line in slurm_jobs.submit_wave(row, words, options.wave, sbatch, retry=options.retry):
+        count, lines = slurm_jobs.submit_wave(row, words, options.wave, sbatch, retry=options.retry)
+        failed += count
+        for line in lines:
             say(line)
-    return 0
+    return 1 if failed else 0

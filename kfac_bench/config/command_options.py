@@ -6,6 +6,7 @@ argparse reads, and overrides for Hydra, in any order.
 
 import argparse
 import re
+import shlex
 from collections.abc import Sequence
 
 from kfac_bench.errors import UsageError
@@ -39,13 +40,30 @@ def given_options(options: argparse.Namespace, parser: argparse.ArgumentParser) 
     return words
 
 
+_OWN_SBATCH = re.compile(r"--(dep|j)|-[dJ]")
+"""Options of sbatch that order the jobs: dependency and job name. sbatch also takes short forms."""
+
+
 def sbatch_options(options: argparse.Namespace) -> list[str]:
-    """Return the words of ``--sbatch``; refuse them where no job is submitted."""
-    words: list[str] = options.sbatch.split()
+    """Return the words of ``--sbatch``, which are quoted as in a shell.
+
+    Raises:
+        UsageError: A quote is not closed, no job is submitted, or kfac-bench sets an option itself.
+    """
+    try:
+        words = shlex.split(options.sbatch)
+    except ValueError as error:
+        text = f"--sbatch {options.sbatch}: these are no words of a shell ({error})"
+        raise UsageError(f"{text}. Close each quote") from None
     if words and options.launcher == "local":
         raise UsageError(
             "--sbatch has options of jobs, but --launcher is local: add --launcher slurm"
         )
+    for word in words:
+        if _OWN_SBATCH.match(word):
+            raise UsageError(
+                f"--sbatch {word}: kfac-bench sets this option of its jobs itself. Leave it out"
+            )
     return words
 
 

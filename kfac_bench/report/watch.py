@@ -7,8 +7,9 @@ from pathlib import Path
 
 from kfac_bench.errors import UsageError
 from kfac_bench.output import counted
+from kfac_bench.record.events import RunEnded
 from kfac_bench.record.own_files import is_locked
-from kfac_bench.record.runs import find
+from kfac_bench.record.runs import Run, find
 from kfac_bench.report import compare
 
 EVERY_S = 10
@@ -25,8 +26,8 @@ def watch(
 ) -> None:
     """Write the page of the runs each time that an event file has changed, until all have ended.
 
-    A browser loads the page again by itself. Ctrl-C ends the watch, too. A run that was killed
-    counts as ended after ``SILENT_S`` seconds.
+    A browser loads the page again by itself. Ctrl-C ends the watch, too. A run that was killed or
+    interrupted counts as ended after ``SILENT_S`` seconds.
 
     Args:
         paths: Run directories, event files, or folders of runs, which may get more runs.
@@ -46,17 +47,26 @@ def watch(
                 seen = sizes
                 settings = compare(paths, html_path, refresh_s=EVERY_S).settings
                 runs = [run for setting in settings for run in setting.runs]
-                unended = [run.path for run in runs if run.ended is None]
+                unended = [run.path for run in runs if not _has_ended(run)]
             left = sum(map(_may_go_on, unended))
             if not left:
                 for file in unended:
-                    say(f"{file.parent} counts as stopped: no process runs it, and it has no end")
+                    say(
+                        f"{file.parent} counts as stopped: no process runs it, and it has not ended"
+                    )
                 return
             if is_new:
                 say(f"{html_path}: {left} of {counted(len(runs), 'run')} not ended (Ctrl-C stops)")
             wait(EVERY_S)
     except KeyboardInterrupt:
         say("stopped: the page stays as it is")
+
+
+def _has_ended(run: Run) -> bool:
+    """Return whether the run is complete or has failed; False for a run that continues now."""
+    last = run.events[-1]
+    # Slurm starts an interrupted run again.
+    return isinstance(last, RunEnded) and last.status != "interrupted"
 
 
 def _may_go_on(file: Path) -> bool:

@@ -116,9 +116,10 @@ def _keep(path: Path, content: bytes) -> str | None:
     The run directory may come from somebody else, so links below it are never followed.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        # The outer folder comes first: the inner one would be made behind a link.
         for folder in (path.parent.parent, path.parent):
             refuse_special(folder, folder=True)
+            folder.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as temporary:
             temporary.write_bytes(content)
     except UsageError as error:

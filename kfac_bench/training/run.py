@@ -8,6 +8,7 @@ and K-FAC are built in :mod:`kfac_bench.training.build`, a checkpoint is restore
 
 import json
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
@@ -65,9 +66,14 @@ def train_words(words: Sequence[str]) -> float:
         example because its loss is not finite.
 
     Raises:
-        UsageError: A word is wrong.
+        UsageError: A word is wrong, or the thread is not the main thread of its process.
         KeyboardInterrupt: A signal stopped the run, which has saved a checkpoint.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            "kfac_bench.train: a run handles signals, which Python allows only in the main thread. "
+            "Call it there; for several runs at the same time start several processes"
+        )
     slurm_rank.adopt()
     named_variables.allow(words)
     problem_file.run_named(words)

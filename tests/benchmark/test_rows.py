@@ -378,7 +378,8 @@ def test_a_computed_cell_that_fails_is_named_before_the_jobs(tmp_path, monkeypat
     monkeypatch.setattr(computed_numbers, "step_numbers", numbers)
     monkeypatch.setattr(slurm_jobs, "submit", lambda *_, **__: ["1"])
     row = suite.row("fig7_step_profile", "smoke", (), str(tmp_path), [0])
-    first, *_ = slurm_jobs.submit_wave(row, [], 0, [])
+    failed, (first, *_) = slurm_jobs.submit_wave(row, [], 0, [])
+    assert failed == len(row.computed)
     assert first == f"{row.computed[0].label}: failed: no such machine"
 
 

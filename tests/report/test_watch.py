@@ -8,7 +8,7 @@ import pytest
 
 from kfac_bench import cli
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import Evaluated
+from kfac_bench.record.events import Evaluated, Resumed
 from kfac_bench.record.own_files import locked
 from kfac_bench.report import watch as watching
 from kfac_bench.report.watch import EVERY_S, watch
@@ -101,9 +101,32 @@ def test_a_killed_run_counts_as_stopped_and_a_silent_one_that_a_process_holds_go
         watch([tmp_path], page, said.append, lambda _: append(silent, last))
     assert said == [
         f"{page}: 1 of 2 runs not ended (Ctrl-C stops)",
-        f"{killed} counts as stopped: no process runs it, and it has no end",
+        f"{killed} counts as stopped: no process runs it, and it has not ended",
     ]
     assert "killed has not ended (last event at step 30)" in page.read_text()
+
+
+def test_an_interrupted_run_may_go_on_and_a_continued_one_goes_on(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    file, last = unended(tmp_path / "run", target=None)
+    end = json.loads(last)
+    append(file, json.dumps(end | {"status": "interrupted"}) + "\n")
+    resumed = {"event": "Resumed", "step": 30, "train_s": 2.0, "checkpoint": "step-30"}
+    assert Resumed(30, 2.0, "step-30")
+    lines = iter([json.dumps(resumed) + "\n", last, json.dumps(resumed) + "\n", last])
+    watch([file.parent], page, print, lambda _: append(file, next(lines)))
+    assert len([*lines]) == 2
+    append(file, json.dumps(resumed) + "\n")
+    watch([file.parent], page, print, lambda _: append(file, last))
+
+
+def test_an_interrupted_run_counts_as_stopped_after_a_while(tmp_path: Path) -> None:
+    file, last = unended(tmp_path / "run", target=None)
+    append(file, json.dumps(json.loads(last) | {"status": "interrupted"}) + "\n")
+    os.utime(file, (0, 0))
+    said: list[str] = []
+    watch([file.parent], tmp_path / "page.html", said.append, never)
+    assert said == [f"{file.parent} counts as stopped: no process runs it, and it has not ended"]
 
 
 def test_runs_that_have_ended_are_not_watched(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def parsed(words):
 
 
 def test_runs_on_two_ranks_are_jobs_and_the_last_job_writes_the_table(here, capsys):
-    slurm = ("--launcher=slurm", "--sbatch=--exclusive,--time=5", f"--runs-dir={here.folder / 's'}")
+    slurm = ("--launcher=slurm", "--sbatch=--exclusive --time=5", f"--runs-dir={here.folder / 's'}")
     assert scaling_options.scaling(parsed([*WORDS, *slurm]), [*WORDS, *slurm], say) == 0
     [first, last] = re.findall(r"jobs (\d+) to (\d+)", capsys.readouterr().out)[0]
     for job in range(int(first), int(last) + 1):

@@ -119,17 +119,20 @@ def test_a_picture_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys)
     assert isinstance(read(path)[-1], RunEnded)
 
 
-@pytest.mark.parametrize("name", ["00.png", "captions.txt", "."])
+@pytest.mark.parametrize("name", ["00.png", "captions.txt", ".", ".."])
 def test_links_and_fifos_among_the_predictions_are_not_followed(tmp_path, name):
     """Somebody else's run directory may have them. No file outside may change."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "00.png").write_text("mine")
     folder = tmp_path / "r" / "predictions" / "step-7"
-    folder.parent.mkdir(parents=True)
-    if name == ".":
-        folder.symlink_to(outside)
+    linked = {".": folder, "..": folder.parent}.get(name)
+    (tmp_path / "r").mkdir()
+    if linked is not None:
+        linked.parent.mkdir(exist_ok=True)
+        linked.symlink_to(outside)
     else:
+        folder.parent.mkdir()
         folder.mkdir()
         (folder / name).symlink_to(outside / "00.png")
         os.mkfifo(folder / "01.png")
@@ -137,8 +140,8 @@ def test_links_and_fifos_among_the_predictions_are_not_followed(tmp_path, name):
     items, complaint = predictions.write(tmp_path / "r", 7, shown)
     assert (outside / "00.png").read_text() == "mine"
     assert os.listdir(outside) == ["00.png"]
-    if name == ".":
-        assert complaint == f"{folder}: is a link, which is never used in a run directory. " + (
+    if linked is not None:
+        assert complaint == f"{linked}: is a link, which is never used in a run directory. " + (
             "Remove it, or put a copy of the real file or folder there"
         )
     else:
@@ -152,7 +155,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, capsys):
     (tmp_path / "r" / "predictions").write_text("a file")
     status, path = train(tmp_path, *SHORT)
     assert status == "finished"
-    assert capsys.readouterr().out.count("cannot be written") == 1
+    assert capsys.readouterr().out.count("r/predictions: is a regular file") == 1
     assert {item["file"] for item in of_kind(path, Predicted)[0].items} == {None}
 
 

@@ -4,6 +4,7 @@ import math
 import re
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -44,6 +45,14 @@ def test_a_signal_stops_the_search(words):
 def test_a_wrong_word_is_a_usage_error(words):
     with pytest.raises(UsageError, match="did you mean optimizer"):
         kfac_bench.train([*words, "optimzer.lr=1"])
+
+
+def test_another_thread_than_the_main_one_is_refused_before_anything_is_made(words, tmp_path):
+    with ThreadPoolExecutor(1) as threads:
+        training = threads.submit(kfac_bench.train, [*words, "trainer.max_steps=5"])
+    with pytest.raises(UsageError, match=r"^kfac_bench\.train: .* only in the main thread"):
+        training.result()
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_dry_run_has_no_result(words):

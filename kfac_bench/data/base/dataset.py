@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from kfac_bench.data.base.batch import Batch
@@ -124,6 +125,9 @@ class Data(ABC):
 MOST_SIZES = 100_000
 """Files of a split whose sizes are read. On a network disk a size can take a millisecond."""
 
+MOST_COPIED = 64 * 2**20
+"""Bytes of a tensor that are copied at once: a tensor may be a file larger than the memory."""
+
 Fingerprint = Mapping[str, Mapping[str, Any]]
 """The number of examples of each split, and a hash that identifies them in their order."""
 
@@ -179,7 +183,9 @@ def of_tensors(tensors: Sequence[Tensor]) -> Iterator[bytes]:
     for x in tensors:
         yield f"{x.dtype} {list(x.shape)}\n".encode()
         if not x.is_floating_point():
-            yield x.contiguous().numpy().tobytes()
+            content = x.contiguous().view(-1).numpy().view(np.uint8)
+            for start in range(0, len(content), MOST_COPIED):
+                yield content[start : start + MOST_COPIED].tobytes()
 
 
 def _size(path: str | Path) -> int:

@@ -30,6 +30,33 @@ def regular(path: Path) -> Path:
     return path
 
 
+def files_below(folder: Path) -> list[str]:
+    """Return the paths of all files below a folder, sorted by their folder and then by their name.
+
+    Links to folders are followed, unless the folder has been seen: a link could lead back.
+
+    Raises:
+        UsageError: A folder cannot be listed. Without its files the dataset would be another one.
+    """
+    seen: set[str] = set()
+    found = []
+    for place, names, files in os.walk(folder, onerror=_refuse_folder, followlinks=True):
+        seen.add(os.path.realpath(place))
+        # Sorted, because the order decides which of two links to one folder is followed.
+        inner = [name for name in names if not _leads_back(os.path.join(place, name), seen)]
+        names[:] = sorted(inner)
+        found.append((place, sorted(files)))
+    return [os.path.join(place, file) for place, files in sorted(found) for file in files]
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise UsageError(f"{error.filename}: the folder cannot be read ({error.strerror})") from None
+
+
+def _leads_back(path: str, seen: set[str]) -> bool:
+    return os.path.islink(path) and os.path.realpath(path) in seen
+
+
 def cache_folder(name: str) -> Path:
     """Return a folder of the user's cache, which may not exist yet."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kfac_bench.data.base.dataset import Data, of_files
-from kfac_bench.data.base.files import Faults, Unreadable
+from kfac_bench.data.base.files import Faults, Unreadable, files_below
 from kfac_bench.data.images import reading
 from kfac_bench.data.images.opening import KINDS, read_file
 from kfac_bench.errors import UsageError
@@ -22,7 +22,7 @@ class Folder:
             raise UsageError(f"no folder {self.root}: expected {self.root}/<class>/<image>.JPEG")
         self.classes = sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
         others = [entry.name for entry in os.scandir(self.root) if not entry.is_dir()]
-        images = [_images(str(self.root / name), others) for name in self.classes]
+        images = [_images(self.root / name, others) for name in self.classes]
         empty = [name for name, paths in zip(self.classes, images, strict=True) if not paths]
         if not images or empty:
             what = f"no image of the class {_listed(empty)}" if images else "no folder of a class"
@@ -46,27 +46,17 @@ class Folder:
         return of_files(self.paths, self.root)
 
 
-def _images(folder: str, others: list[str]) -> list[str]:
+def _images(folder: Path, others: list[str]) -> list[str]:
     """Return the image files of a class in the order of torchvision's ImageFolder.
 
-    Add the names of other files to `others`. Links to folders are followed, unless the folder has
-    been seen: a link could lead back.
+    Add the names of other files to `others`.
     """
-    seen: set[str] = set()
-    found = []
-    for place, names, files in os.walk(folder, followlinks=True):
-        seen.add(os.path.realpath(place))
-        # Sorted, because the order decides which of two links to one folder is followed.
-        inner = [name for name in names if not _leads_back(os.path.join(place, name), seen)]
-        names[:] = sorted(inner)
-        found.append((place, sorted(files)))
     images = list[str]()
-    for place, files in sorted(found):
-        for file in files:
-            if _ending(file)[1:] in KINDS:
-                images.append(os.path.join(place, file))
-            else:
-                others.append(file)
+    for path in files_below(folder):
+        if _ending(path)[1:] in KINDS:
+            images.append(path)
+        else:
+            others.append(os.path.basename(path))
     return images
 
 
@@ -83,10 +73,6 @@ def _left_out(root: Path, others: list[str]) -> list[str]:
     kinds = Counter(_ending(name) or "no ending" for name in shown)
     counts = [f"{kind} ({count})" for kind, count in kinds.most_common()]
     return [f"{root}: {counted(len(shown), 'file')} left out, by ending: {_listed(counts)}"]
-
-
-def _leads_back(path: str, seen: set[str]) -> bool:
-    return os.path.islink(path) and os.path.realpath(path) in seen
 
 
 def load(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from kfac_bench.data.base.files import Unpacked
+from kfac_bench.data.base.files import Unpacked, files_below
 from kfac_bench.errors import UsageError, first_line
 
 KINDS = ("wikipedia", "wikitext", "text")
@@ -57,9 +57,10 @@ def read(kind: str, source: Path) -> Iterator[Document]:
         source: A file, or a folder with files.
 
     Raises:
-        UsageError: There is no such file, or a file cannot be read as text.
+        UsageError: There is no such file, a file cannot be read as text, or a folder cannot be
+            listed.
     """
-    files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if _is_text(p))
+    files = [source] if source.is_file() else _files_in(source)
     if kind == "wikitext":
         files = [p for p in files if source.is_file() or re.match(r"wiki\.(train|valid)\.", p.name)]
     if not files:
@@ -72,6 +73,12 @@ def read(kind: str, source: Path) -> Iterator[Document]:
                 )
         except (OSError, EOFError, UnicodeDecodeError) as error:
             raise UsageError(f"{path}: cannot be read ({first_line(error)})") from None
+
+
+def _files_in(source: Path) -> list[Path]:
+    if not source.is_dir():
+        return []
+    return sorted(path for path in map(Path, files_below(source)) if _is_text(path))
 
 
 def _is_text(path: Path) -> bool:

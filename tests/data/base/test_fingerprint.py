@@ -1,12 +1,21 @@
 """The fingerprint of every dataset notices a change, and not where the dataset lies."""
 
 import shutil
+import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 
 from kfac_bench.config.groups import TABLES
-from kfac_bench.data.base.dataset import MOST_SIZES, difference, fingerprint, of_files
+from kfac_bench.data.base import dataset
+from kfac_bench.data.base.dataset import (
+    MOST_SIZES,
+    difference,
+    fingerprint,
+    of_files,
+    of_tensors,
+)
 from kfac_bench.data.base.in_memory import InMemory
 from kfac_bench.data.demo import demo_folder
 from kfac_bench.data.images import imagefolder
@@ -164,3 +173,33 @@ def test_every_dataset_has_contents():
     elsewhere = {"shards", "text", "fashion_mnist", "problem", "parquet", "text_parquet"}
     same_readers = {"cifar100", "mnist"}
     assert tested | elsewhere | same_readers == set(TABLES["data"])
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.arange(60).view(3, 4, 5).transpose(0, 2),
+        torch.tensor([[True, False], [False, True]]),
+        torch.tensor(7),
+        torch.zeros(0, 3, dtype=torch.int32),
+    ],
+    ids=["transposed", "bool", "number", "empty"],
+)
+def test_integers_are_read_in_parts_with_the_same_hash(x, monkeypatch):
+    monkeypatch.setattr(dataset, "MOST_COPIED", 7)
+    _, *parts = of_tensors([x])
+    assert b"".join(parts) == x.contiguous().numpy().tobytes()
+    assert all(len(part) <= 7 for part in parts)
+
+
+def test_a_mapped_file_is_not_copied_as_a_whole(tmp_path, monkeypatch):
+    np.save(tmp_path / "x.npy", np.zeros(1_000_000, np.int32))
+    mapped = torch.from_numpy(np.load(tmp_path / "x.npy", mmap_mode="c"))
+    monkeypatch.setattr(dataset, "MOST_COPIED", 100_000)
+    tracemalloc.start()
+    try:
+        for part in of_tensors([mapped]):
+            assert part
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()

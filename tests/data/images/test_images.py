@@ -15,11 +15,12 @@ from PIL import ExifTags, Image, ImageOps
 from torchvision.transforms import v2
 
 from kfac_bench.data.base.in_memory import LabelledImages
-from kfac_bench.data.images import cifar, reading
+from kfac_bench.data.images import cifar, imagefolder, reading
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Trained
 from kfac_bench.record.sinks.view import metrics_of
 from tests.data.base.test_data import BINARY, write_cifar
+from tests.support.denied import deny_listing
 from tests.support.distributed import run_ranks
 from tests.support.quick import slow
 from tests.support.runs import RESNET, SMALL, end, here, of_kind, train, train_here, trainer_of
@@ -322,3 +323,14 @@ def test_a_folder_that_cannot_be_looked_into_is_named(tmp_path):
     options = ("data=imagefolder", f"data.root={300 * 'x'}")
     with pytest.raises(UsageError, match=r"^data=imagefolder: x+/train cannot be read \(File name"):
         train(tmp_path, *options, base=RESNET)
+
+
+def test_a_folder_of_images_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    for split in ("train", "val"):
+        for place in ("cat/x", "cat/y"):
+            (tmp_path / split / place).mkdir(parents=True)
+            (tmp_path / split / place / "a.png").touch()
+    deny_listing(monkeypatch, tmp_path / "train" / "cat" / "x")
+    with pytest.raises(UsageError, match=r"cat/x: the folder cannot be read \(Permission denied\)"):
+        imagefolder.Folder(tmp_path, "train")
+    assert len(imagefolder.Folder(tmp_path, "val").paths) == 2

@@ -18,6 +18,7 @@ from kfac_bench.data.language import documents, masked_text, prepare, text_shard
 from kfac_bench.data.language.prepare import pairs
 from kfac_bench.errors import UsageError
 from tests.cli.test_kfac_data import run
+from tests.support.denied import deny_listing
 from tests.support.language import LENGTH, make_text, topics
 
 FUZZ = settings(max_examples=60, deadline=None, derandomize=True)
@@ -92,6 +93,18 @@ def test_files_that_are_not_text_are_refused(tmp_path, kind):
     (tmp_path / "wiki.train.raw").unlink()
     (tmp_path / "wiki.train.bz2").write_bytes(bz2.compress(b"text " * 999)[:-9])
     assert "cannot be read" in refused(list, documents.read(kind, tmp_path))
+
+
+def test_linked_folders_are_read_and_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    root, other = tmp_path / "root", tmp_path / "other"
+    for folder in (root / "a", other):
+        folder.mkdir(parents=True)
+        (folder / f"{folder.name}.txt").write_text(folder.name)
+    (root / "link").symlink_to(other)
+    (root / "a" / "back").symlink_to(root)
+    assert [d.text for d in documents.read("text", root)] == ["a", "other"]
+    deny_listing(monkeypatch, root / "a")
+    assert "root/a: the folder cannot be read" in refused(list, documents.read("text", root))
 
 
 def test_the_mark_at_the_beginning_of_a_file_of_windows_is_no_text(tmp_path):
