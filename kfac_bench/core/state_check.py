@@ -6,13 +6,13 @@ anything that torch can load.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.planning.budget import NO_CHOICE, Choice
+from kfac_bench.core.planning.budget import Choice
 from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
 from kfac_bench.core.planning.plan import EIGEN_ADAM, Plan
 
@@ -90,7 +90,7 @@ def choice(states: Sequence[Mapping[str, Any]]) -> Choice | None:
         ValueError: It is not one.
     """
     saved = states[0].get("choice")
-    if saved in (None, asdict(NO_CHOICE)):
+    if saved is None:
         return None
     names = [field.name for field in fields(Choice)]
     if not isinstance(saved, Mapping) or sorted(saved) != sorted(names):
@@ -98,7 +98,8 @@ def choice(states: Sequence[Mapping[str, Any]]) -> Choice | None:
     for name in names[:-1]:
         if name != "block_size" or saved[name] is not None:
             _count(name, saved[name])
-    return Choice(**saved)
+    made = Choice(**saved)
+    return made if made.update_freq else None  # NO_CHOICE
 
 
 def _check_factor(
