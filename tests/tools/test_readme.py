@@ -141,7 +141,7 @@ def test_the_verdicts_are_counted_right():
     text = " ".join(README.split())
     assert (
         f"Of {words[len(claims)]} published claims, small models on two cores support {supported}; "
-        f"{not_supported} is not supported, {open_} are not decided, and {untestable} cannot be "
+        f"{not_supported} are not supported, {open_} are not decided, and {untestable} cannot be "
         "tested there"
     ) in text
 
