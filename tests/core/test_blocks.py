@@ -316,8 +316,10 @@ DIVIDED = [
 def test_blocks_on_two_ranks_equal_one_process_and_their_own_plan(strategy, method):
     """Blocks of one factor are decomposed by both ranks, where both are gradient workers."""
     options = {"method": method, "block_size": 4}
-    # A rank with local factors needs all of a layer's for the comparison.
-    placing = {} if strategy == "local_factors" else {"grad_worker_fraction": 1.0}
+    # A rank with local factors needs all of a layer's for the comparison. The others have a
+    # fraction of their own.
+    adjustable = strategy in ("hybrid_opt", "owner_reduce")
+    placing = {"grad_worker_fraction": 1.0} if adjustable else {}
     first, *_ = train_and_compare_with_the_plan(2, SMALL, strategy, options, **placing)
     layers = [p for p in first.plan.placements if len(p.layer.factors_of("A")) > 1]
     assert len(layers) == 5
