@@ -376,7 +376,9 @@ def test_a_state_of_other_blocks_is_refused():
     for own, other in ((None, 4), (4, None)):
         model = tiny_model()
         kfac = make_kfac(model, sgd(model), {}, block_size=own)
-        with pytest.raises(ValueError, match=r"found nothing; .*the same model, max_dim, block_size"):
+        with pytest.raises(
+            ValueError, match=r"found nothing; .*the same model, max_dim, block_size"
+        ):
             kfac.load_state_dict(states[other])
 
 
