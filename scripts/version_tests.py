@@ -80,17 +80,27 @@ ROWS = {
 }
 
 LIGHT = (
-    *(
-        f"core/test_{name}.py"
-        for name in (
-            *("import", "preconditioner", "attach", "ekfac", "state", "amp", "schedule"),
-            *("damping", "guards", "validation", "max_overhead", "pipeline", "background"),
-            *("blocks", "half_precision"),
-        )
-    ),
-    *("core/kernels/test_linalg.py", "core/kernels/test_factors.py"),
-    *("core/layers/test_layers.py", "core/layers/test_attention.py"),
-    *("core/capture/test_fisher.py", "core/capture/test_derivatives.py"),
+    "core/test_import.py",
+    "core/test_preconditioner.py",
+    "core/test_attach.py",
+    "core/test_ekfac.py",
+    "core/test_state.py",
+    "core/test_amp.py",
+    "core/test_schedule.py",
+    "core/test_damping.py",
+    "core/test_guards.py",
+    "core/test_validation.py",
+    "core/test_max_overhead.py",
+    "core/test_pipeline.py",
+    "core/test_background.py",
+    "core/test_blocks.py",
+    "core/test_half_precision.py",
+    "core/kernels/test_linalg.py",
+    "core/kernels/test_factors.py",
+    "core/layers/test_layers.py",
+    "core/layers/test_attention.py",
+    "core/capture/test_fisher.py",
+    "core/capture/test_derivatives.py",
     "core/planning/test_budget.py",
     "core/test_strategies.py::test_a_strategy_equals_one_process_and_its_own_plan",
 )

@@ -434,10 +434,8 @@ OTHERS = ("kfac.weight_sharing=reduce", "kfac.max_dim=64", "kfac.fisher=mc", "kf
 
 
 # The quick run has one or two sizes of each family.
-OTHER_SIZES = {
-    *(f"resnet{depth}" for depth in (18, 20, 32, 34, 44, 56, 101, 110, 152)),
-    *("bert_base", "bert_large", "maskrcnn_resnet50_fpn"),
-}
+OTHER_SIZES = {f"resnet{depth}" for depth in (18, 20, 32, 34, 44, 56, 101, 110, 152)}
+OTHER_SIZES |= {"bert_base", "bert_large", "maskrcnn_resnet50_fpn"}
 MODELS = sorted({*compose.options_of("model")} - {"problem"})
 
 

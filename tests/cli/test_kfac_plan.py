@@ -210,9 +210,9 @@ CASES = [
 ]
 QUICK = [
     *((2, *AUTOENCODER, *form) for form in FORMS),
-    *(case for case in CASES if case[3:] in (("kfac=layer_wise",), ("kfac=local_factors",))),
     *CASES[-5:],
 ]
+QUICK += [case for case in CASES if case[3:] in (("kfac=layer_wise",), ("kfac=local_factors",))]
 
 
 @pytest.mark.ranks

@@ -533,7 +533,7 @@ MORE = [  # of what is refused when the model is built and tried, which takes a 
 
 @pytest.mark.parametrize(
     ("old", "new", "line"),
-    [*BAD, *(slow(*case) for case in MORE)],
+    BAD + [slow(*case) for case in MORE],
     ids=[new for _, new, _ in BAD + MORE],
 )
 def test_bad_input_is_one_line_with_the_place(tmp_path, own, capsys, old, new, line):
