@@ -3,8 +3,7 @@
     python benchmarks/step_times.py [--rounds 8]
 
 Each round runs 40 steps of every optimizer, which is one whole interval of EigenAdam. The table has
-the medians of the rounds. Run it on a quiet machine: docs/how-to/eigen_adam.md
-shows the table.
+the medians of the rounds. Run it on a quiet machine; docs/lab/eigen_adam.md shows the table.
 """
 
 from __future__ import annotations

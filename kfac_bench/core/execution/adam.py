@@ -1,8 +1,8 @@
 """Adam in the eigenbasis of a layer: its options, its moments, and the direction of an update.
 
 ``method="eigen_adam"`` of KFAC uses it in place of a division by damped eigenvalues. The gradient
-workers of a layer keep its moments. docs/how-to/eigen_adam.md explains the rule and its
-literature.
+workers of a layer keep its moments. docs/how-to/eigen_adam.md explains the rule,
+docs/lab/parts_of_eigen_adam.md compares it with the literature.
 """
 
 import math

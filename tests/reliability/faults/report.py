@@ -11,7 +11,6 @@ from typing import Any
 from kfac_bench.report.tables import Table, Value, text
 from tests.reliability.faults.case import CHECKPOINT_FREQ, STEPS
 from tests.reliability.faults.fault import FEW
-from tests.reliability.faults.inject import STEP_S
 from tests.reliability.faults.matrix import Outcome
 
 MOST_SAID = 60
@@ -98,48 +97,46 @@ def page(
     return f"""# What happens to a run when something goes wrong
 
 {len(tried)} real runs of `kfac-train` (gloo, CPU) met a fault: {len(tried) - wrong} ended as they
-should, {wrong} did not. The table shows what happened to them.
+should, {wrong} did not. [Reliability](../explanation/reliability.md) has a summary.
 
 `make faults ARGS="--out docs/lab/faults.md"` wrote this page on {today.isoformat()}:
 {versions}, commit {about["git_commit"][:12] or "unknown"};
 {hardware["cpu"]}, {hardware["cpu_count"]} cores, {hardware["system"]}.
 
-Each fault was tried with these methods, and the table counts the methods that survived:
+Each run has {STEPS} steps of an autoencoder on digits and a
+checkpoint every {CHECKPOINT_FREQ} steps. The fault comes at the seventh step, unless its row says
+otherwise. A method is SGD alone, or K-FAC with a strategy:
 {", ".join(methods)}.
 Faults that K-FAC cannot change, for example between two starts, were tried with
 {" and ".join(FEW)} only.
 
-Each run has {STEPS} steps of an autoencoder on digits and a
-checkpoint every {CHECKPOINT_FREQ} steps. A step lasts at least {STEP_S * 1000:.0f} ms.
-The fault comes at the seventh step, unless its row says otherwise.
-
 * **ranks**: The numbers of ranks with which the fault was tried. If another cell has two values,
-  the first is the value of one rank, and the second that of two ranks.
-* **survived**: The run reached its end. It repeated at most the steps since the last good
-  checkpoint. No rank hung. Nobody saw a traceback, except for an error of the program itself.
+  the first is for one rank, and the second for two ranks.
+* **survived**: How many of the methods reached the end of the run. They repeated at most the steps
+  since the last good checkpoint. No rank hung. Only an error of the program showed a traceback.
 * **how**: "goes on" means that the run continued by itself. "same command again" means that the run
-  ended, and the same command continued from the last good checkpoint. A full or read-only disk and
-  a corrupt file were repaired first.
+  ended, and the same command continued from the last good checkpoint. Before that, a full or
+  read-only disk and a corrupt image were repaired.
 * **seconds to resume**: The median time from the second start to the first new step. It leaves out
   the imports of Python's modules ({imports_s:.1f} s of processor time), except where torchrun
-  restarts the run. Other work on the machine made some times longer.
-* **same weights**: The final weights have the same SHA-256 as in the run without a fault.
-  "(arithmetic)" means that the fault changes what is computed.
+  restarts the run.
+* **same weights**: How many of the methods ended with the same weights (SHA-256) as without the
+  fault. "(arithmetic)" means that the fault changes what is computed.
 * **message**: The beginning of the line that explains most, without the rank and the step.
 
-Ranks are started without torchrun, as `srun` starts them, unless the row says torchrun. A rank
-sends the signal to itself at exactly the named place. An error or a NaN comes from a function that
-[inject.py](../../tests/reliability/faults/inject.py) replaces before the rank starts. Full and
-read-only disks are small tmpfs. The last rank meets the fault, unless the row names another rank.
-Loader workers read the data where the row says so. In all other rows each rank reads its own data.
+A rank sends the signal to itself at the named place, or
+[inject.py](../../tests/reliability/faults/inject.py) replaces a function before the rank starts.
+Full and read-only disks are small tmpfs. The last rank meets the fault, unless the row names
+another rank. Ranks start without torchrun, as with `srun`, and read data without loader workers,
+unless the row says otherwise.
 
 {_without_title(table(outcomes))}
 
 ## What a checkpoint costs
 
 A step copies the state. A thread then hashes, writes and syncs the copy while training goes on.
-The table shows processor time for float32 states of several sizes. By default a run writes at most
-one checkpoint per minute.
+The table shows processor time for float32 states. By default a run writes at most one checkpoint
+per minute.
 
 {_without_title(cost)}"""
 
