@@ -45,7 +45,7 @@ COMMON = [
 TARGET = 0.9
 RESULTS = Path(__file__).parent / "results" / "gpu_training.json"
 HEADER = """\
-| optimizer | rate (of so many) | steps to {target:g} | seconds to {target:g} | \
+| optimizer | rate (rates tried) | steps to {target:g} | seconds to {target:g} | \
 accuracy at the end | seconds |
 | --- | --- | ---: | ---: | ---: | ---: |"""
 

@@ -86,9 +86,8 @@ NETWORKS = (
 )
 
 HEADER = """\
-| network (loss on held-back data) | optimizer and rate | seeds | alone, at the end | \
-with K-FAC, at the end | alone, best | with K-FAC, best | verdict |
-| --- | --- | --- | ---: | ---: | ---: | ---: | --- |"""
+| network (loss on held-back data) | optimizer and rate | alone | with K-FAC | verdict |
+| --- | --- | ---: | ---: | --- |"""
 
 
 def pairs(kfac: str) -> Iterator[tuple[Run, Run]]:
@@ -158,22 +157,22 @@ def _comparison(key: tuple[str, str, float], seeds: dict[int, tuple[Curve, Curve
 def _row(key: tuple[str, str, float], seeds: dict[int, tuple[Curve, Curve]]) -> str:
     task, optimizer, rate = key
     comparison = _comparison(key, seeds)
-    alone, preconditioned = comparison.alone, comparison.kfac
     verdict = comparison.verdict
     if len(seeds) == 1:  # no range to compare with
         verdict = verdict.strip("*").lower()
     cells = [
-        _values([curve.metric[-1] for curve in alone], alone),
-        _values([curve.metric[-1] for curve in preconditioned], preconditioned),
-        _values([min(curve.metric) for curve in alone]),
-        _values([min(curve.metric) for curve in preconditioned]),
+        task,
+        f"{optimizer} {rate:g}",
+        _values(comparison.alone),
+        _values(comparison.kfac),
+        verdict,
     ]
-    names = task, f"{optimizer} {rate:g}", ", ".join(map(str, seeds))
-    return "| " + " | ".join([*names, *cells, verdict]) + " |"
+    return "| " + " | ".join(cells) + " |"
 
 
-def _values(values: Sequence[float], curves: Sequence[Curve] = ()) -> str:
-    """Return mean, lowest and highest value, and how many runs ended above their first loss."""
+def _values(curves: Sequence[Curve]) -> str:
+    """Return mean, lowest and highest last loss, and how many runs ended above their first loss."""
+    values = [curve.metric[-1] for curve in curves]
     mean = sum(values) / len(values)
     span = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
     above = sum(not curve.metric[-1] <= curve.metric[0] for curve in curves)

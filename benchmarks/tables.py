@@ -36,7 +36,8 @@ def _machine(results: Results) -> str:
     for e in results["models"]:
         rates.setdefault(e["precision"], []).append(rate(e))
     gemm = ", ".join(f"{statistics.median(x) / 1e9:,.0f} ({name})" for name, x in rates.items())
-    speed = f"; a product of 2048x2048 fp32 runs at {gemm} GFLOP/s" if rates else ""
+    has_rates = rates and results["device"] == "cpu"
+    speed = f"; a product of 2048x2048 fp32 runs at {gemm} GFLOP/s" if has_rates else ""
     alone = min((e["cpu_share"] for e in results["models"]), default=1.0)
     if results["clock"] == "cpu":
         speed += "; seconds are of CPU time"
@@ -70,11 +71,11 @@ def _steps(entries: Sequence[Entry]) -> Iterator[str]:
          "K-FAC / SGD (range)", "rounds"], rows,
     )  # fmt: skip
     yield (
-        "Each number is a median over interleaved rounds. A round times blocks of steps of one "
-        "kind: plain (precondition only), factors (also update factors), decompose (also "
-        "decompose). The mean step is plain + (factors - plain) / f + (decompose - factors) / d, "
-        "for factors every f steps and decompositions every d steps. The range covers single "
-        "rounds. SGD and K-FAC share the process, the batch and the optimizer (SGD, momentum 0.9)."
+        "Numbers are medians over interleaved rounds. The range covers single rounds. A round "
+        "times three kinds of steps: plain (precondition only), factors (also update factors) and "
+        "decompose (also decompose). The mean step is plain + (factors - plain) / f + (decompose - "
+        "factors) / d, for factors every f steps and decompositions every d steps. SGD and K-FAC "
+        "share the process, the batch and the optimizer (SGD, momentum 0.9)."
     )
 
 
@@ -84,27 +85,33 @@ def span(setting: Mapping[str, float]) -> str:
 
 
 def _stages(results: Results) -> Iterator[str]:
+    # On a GPU the rate of a product varies too much for a floor.
+    has_floor = results["device"] == "cpu"
+    header = ["model", "method", "stage", "ms", "SGD steps"]
+    if has_floor:
+        header += ["floor ms", "measured / floor"]
     rows = []
     for e in results["models"]:
         sgd = statistics.median(e["sgd_s"])
         for method in e["methods"]:
             for name, seconds, floor in stages(e, method, host=results["clock"] == "wall"):
-                measured = [ms(seconds), f"{seconds / sgd:.3f}"]
-                against = [ms(floor), f"{seconds / floor:.1f}"] if floor else ["", ""]
-                rows.append([label(e), method, name, *measured, *against])
+                row = [label(e), method, name, ms(seconds), f"{seconds / sgd:.3f}"]
+                if has_floor:
+                    row += [ms(floor), f"{seconds / floor:.1f}"] if floor else ["", ""]
+                rows.append(row)
     yield "### Stages, each time they run"
-    yield table(
-        ["model", "method", "stage", "ms", "SGD steps", "floor ms", "measured / floor"], rows
-    )
+    yield table(header, rows)
     yield (
-        "Rows with a minus are differences of whole steps, so they include the whole cost of a "
-        "stage. The other rows are the host's wall seconds within the stage (`statistics()`), on a "
-        "CPU and without `--clock cpu`. The floor is the time of the unavoidable FLOPs (half of a "
-        "symmetric product, no patches for 3x3 convolutions of stride 1) at the rate of one fp32 "
-        "product that was measured beside the row. On a GPU this product is in TF32 unless the row "
-        "is fp32, and its rate varies: so there the floor is a rough scale, and no lower bound for "
-        "work in bf16."
+        "A row with a minus is the difference between two kinds of steps, so it has the whole cost "
+        "of a stage."
     )
+    if has_floor:
+        yield (
+            "Other rows (only without `--clock cpu`) are wall seconds within the stage "
+            "(`statistics()`). The floor is the time of the unavoidable FLOPs (half of a symmetric "
+            "product, no patches for 3x3 convolutions of stride 1) at the rate of one fp32 product "
+            "that was measured beside the row."
+        )
 
 
 FLOORS = {
@@ -173,9 +180,9 @@ def _memory(entries: Sequence[Entry]) -> Iterator[str]:
         yield "### Peak memory"
         yield table(["model", "method", "SGD MB", "K-FAC MB", "over SGD"], rows)
         yield (
-            "The peak of three steps that do everything, with weights, gradients, momentum, "
-            "activations and K-FAC. On a CPU it is the growth of a new process' resident memory, "
-            "on a GPU the growth of torch's allocated memory."
+            "The peak of three steps that update factors, decompose and precondition. On a CPU it "
+            "is the growth of a new process' resident memory, on a GPU the growth of torch's "
+            "allocated memory."
         )
 
 
