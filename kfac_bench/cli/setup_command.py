@@ -76,9 +76,9 @@ def add_completion(
     """Add ``kfac-bench completion``; ``bench_parser`` returns the parser of ``kfac-bench``."""
     command = commands.add_parser(
         "completion",
-        help="print the completion for bash, zsh or fish: kfac-bench completion >> ~/.bashrc",
+        help="print the completion for bash, zsh or fish: kfac-bench completion bash >> ~/.bashrc",
         description="Complete commands, groups, choices and options in a shell. Install with: "
-        "kfac-bench completion >> ~/.bashrc, kfac-bench completion zsh >> ~/.zshrc, or "
+        "kfac-bench completion bash >> ~/.bashrc, kfac-bench completion zsh >> ~/.zshrc, or "
         "kfac-bench completion fish >> ~/.config/fish/config.fish",
     )
     command.add_argument("shell", nargs="?", choices=SCRIPTS, default="bash", help="default: bash")

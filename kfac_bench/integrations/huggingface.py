@@ -1,7 +1,6 @@
 """K-FAC in the Trainer of Hugging Face's transformers: ``callbacks=[KFACCallback()]``.
 
-docs/how-to/training_frameworks.md says what the Trainer does in which order
-and what is not supported.
+docs/how-to/training_frameworks.md says how to use it and what is not supported.
 """
 
 import json

@@ -1,8 +1,7 @@
 """K-FAC in the Trainer of Lightning: ``callbacks=[KFACCallback()]``.
 
 The module works with both import names, ``lightning.pytorch`` and ``pytorch_lightning``.
-docs/how-to/training_frameworks.md says what the Trainer does in which order
-and what is not supported.
+docs/how-to/training_frameworks.md says how to use it and what is not supported.
 """
 
 import importlib

@@ -144,13 +144,13 @@ def test_options_are_in_the_config_that_wandb_gets(tmp_path):
     assert config["environment"]["hardware"] == environment.describe()["hardware"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def dashboard():
     """Return the workspace and the report as W&B's server gets them."""
     return views.as_json(views.Scope("kfac_bench", "me"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def panels_by_view(dashboard):
     """Return the panels of each section, by the name of the view."""
     bank = dashboard["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]
