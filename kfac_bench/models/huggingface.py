@@ -151,7 +151,11 @@ def _fit(config: Any, kind: str, num_classes: int) -> None:
     pad = getattr(config, "pad_token_id", None)
     if kind == "classifier" and pad is None:
         config.pad_token_id = 0  # without padding, transformers classifies single texts only
-    elif pad is not None and kind != "classifier" and pad >= num_classes:
+    elif pad is not None and kind == "masked":
+        # Our vocabularies begin with [PAD]. The token with the id of config.json is not padding
+        # there, and its embedding would never be trained.
+        config.pad_token_id = 0
+    elif pad is not None and kind == "causal" and pad >= num_classes:
         config.pad_token_id = None
     if kind == "causal":
         # Without this line a network such as BERT would see the tokens that it has to predict.

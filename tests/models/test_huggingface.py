@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from kfac_bench import cli
+from kfac_bench.data.language.wordpiece import PAD
 from kfac_bench.errors import UsageError
 from kfac_bench.models import huggingface
 from kfac_bench.models.library_options import HuggingFaceConfig
@@ -62,6 +63,8 @@ def test_a_masked_network_learns_masked_tokens_without_next_sentences(tmp_path):
     config.architectures = ["RobertaForMaskedLM"]
     config.save_pretrained(tmp_path)
     model = build(tmp_path, shape=(32,), num_classes=50, task="pretraining").eval()
+    # RoBERTa's own padding has the id 1, which is [UNK] in our vocabularies.
+    assert model.network.get_input_embeddings().padding_idx == PAD
     ids = torch.randint(5, 50, (3, 32))
     positions = torch.tensor([[1, 4], [2, 3], [5, 0]])
     labels = torch.tensor([[7, 8], [9, 6], [5, -100]])
