@@ -230,8 +230,8 @@ def _logger_group() -> str:
     options = [_option_row(found[0][1]) for name, found in every.items() if name[:7] == "logger."]
     return _page(
         "Configuration group logger",
-        "`logger=NAME` or `logger=[NAME,NAME]` chooses where a run is also shown. `logger=[]`, "
-        "`logger=null` and `~logger` are `logger=none`. `logger.csv=true` adds a logger.",
+        "`logger=NAME` or `logger=[NAME,NAME]` chooses where a run is also shown. `logger=[]` and "
+        "`logger=null` are `logger=none`. `logger.csv=true` adds a logger.",
         "\n".join(["| choice | what it is |", "| --- | --- |", *rows]),
         "## Options of all choices",
         "\n".join([_OPTIONS_HEAD, *options]),

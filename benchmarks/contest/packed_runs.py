@@ -66,7 +66,12 @@ class PackedRun:
     @property
     def key(self) -> tuple[str, str, int, str]:
         """The identity of the result. A later run with the same key replaces this run."""
-        own = self.name if self.kind == "baseline" else json.dumps(self.settings, sort_keys=True)
+        if self.kind == "baseline":
+            own = self.name
+        elif self.kind == "table":
+            own = ""  # a study has one winner, also if another setting wins later
+        else:
+            own = json.dumps(self.settings, sort_keys=True)
         return self.kind, self.optimizer, self.seed, own
 
 

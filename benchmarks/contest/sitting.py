@@ -73,6 +73,7 @@ class Sitting(WorkSession):
             UsageError: The overrides of the baseline are wrong.
         """
         super().begin(task, turn)
+        task = task or ALL
         if not self._benchmark.baseline or (task, turn) in self._turns:
             return
         self._turns.add((task, turn))
@@ -131,12 +132,13 @@ class Sitting(WorkSession):
 
     def factor(self, task: str, kind: str, folder: Path) -> float:
         """Return the factor that turns the seconds of a run into those of the first sitting."""
+        task = task or ALL
         speed = factors(self.store.runs(task, "baseline"))
         return speed.get(self._sitting_of(task, kind, folder.name), 1.0)
 
     def is_own(self, task: str, kind: str, folder: Path) -> bool:
         """Return whether this sitting trained the run."""
-        return self._sitting_of(task, kind, folder.name) == self.name
+        return self._sitting_of(task or ALL, kind, folder.name) == self.name
 
     def _sitting_of(self, task: str, kind: str, name: str) -> str:
         found = (run.sitting for run in self.store.runs(task, kind) if run.name == name)

@@ -29,6 +29,8 @@ KINDS = {
     "fit": "fit_numbers",
 }
 """Function of :mod:`kfac_bench.benchmark.computed_numbers` for each kind."""
+FOLDERS = {"hardware": "hardware", "file": "simulation"}
+"""Words that name a file, with its folder in conf/."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +44,21 @@ class ComputedCell:
     runs_dir: str = "runs"
 
     def path(self) -> Path:
-        """Return the directory, which depends on the words, the hardware file and our version."""
+        """Return the directory, which depends on the words, the files they name and our version."""
         words = dict(self.words)
-        if (name := words.get("hardware")) is not None:
-            file = compose.CONF_DIR / "hardware" / f"{name}.yaml"
+        for word, folder in FOLDERS.items():
+            if (name := words.get(word)) is None:
+                continue
+            file = compose.CONF_DIR / folder / f"{name}.yaml"
             if not file.is_file():
-                raise UsageError(f"{self.label}: hardware={name}: conf/hardware has no such file")
-            words["hardware"] += _digest(file.read_text())
+                raise UsageError(f"{self.label}: {word}={name}: conf/{folder} has no such file")
+            words[word] += _digest(file.read_text())
         content = json.dumps([self.kind, sorted(words.items()), __version__])
         return Path(self.runs_dir) / f"{self.kind}-{_digest(content)}"
 
-    def is_done(self) -> bool:
-        """Return whether the cell was computed before."""
-        return (self.path() / EVENTS_FILE).exists()
-
     def run(self) -> tuple[bool, str]:
         """Compute the cell unless it is done; return whether it succeeded, and a message."""
-        if self.is_done():
+        if (self.path() / EVENTS_FILE).exists():
             return True, "computed (before)"
         try:
             numbers = _numbers(self.kind)(self.words)

@@ -64,7 +64,13 @@ def svg(benchmark: Benchmark, lines: Sequence[Line], ran: str = "") -> str | Non
     spec = benchmark.figure
     if spec is None:
         return None
-    mine = [line for line in lines if line.quantity in spec.quantities]
+    # A published number may belong to no point of the figure.
+    mine = [
+        line
+        for line in lines
+        if line.quantity in spec.quantities
+        and all(axis == QUANTITY or axis in line.point for axis in (spec.x, spec.colour))
+    ]
     if not mine:
         return None
     colours = _values(benchmark, spec.colour, mine)

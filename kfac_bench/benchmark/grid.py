@@ -315,9 +315,12 @@ def bare(line: str) -> str:
 
 def record_end(cell: Cell, code: int, line: str) -> tuple[bool, str]:
     """Record a failure of :func:`train`; return whether the run has ended well, and how."""
-    # A process that a signal killed has failed, even if its run had ended before.
-    text_of_end = None if code < 0 else run_end.ended(cell.path())
-    return (True, text_of_end) if text_of_end else _failed(cell, line, code)
+    text_of_end = run_end.ended(cell.path())
+    # A process that a signal killed may have ended its run before. But with `retry` the record of a
+    # failure is the one of the run before.
+    if text_of_end is None or (code < 0 and text_of_end.startswith("failed")):
+        return _failed(cell, line, code)
+    return True, text_of_end
 
 
 def _failed(cell: Cell, reason: str, code: int = 1, *, has_run: bool = True) -> tuple[bool, str]:

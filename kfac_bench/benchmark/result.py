@@ -102,7 +102,7 @@ class CellRuns:
 
 def lines(benchmark: Benchmark, found: CellRuns, level: float | None) -> list[Line]:
     """Return a line for every quantity and point with a number, in the order of the file."""
-    printed = _published(benchmark)
+    printed = published_values(benchmark)
     result: list[Line] = []
     used: set[tuple[str, PointKey]] = set()
     values = _Values(benchmark, found, level)
@@ -348,8 +348,12 @@ def _beside(own: float | None, other: float | None, how: str, worst: float | Non
     return {"less": 100 * (1 - own / other), "percent": 100 * own / other}.get(how, own / other)
 
 
-def _published(benchmark: Benchmark) -> dict[str, PublishedByPoint]:
-    """Return the published numbers by quantity."""
+def published_values(benchmark: Benchmark) -> dict[str, PublishedByPoint]:
+    """Return the published numbers by quantity.
+
+    Raises:
+        UsageError: A value is no number and no range.
+    """
     result: dict[str, PublishedByPoint] = {}
     for entry in benchmark.published:
         for values, leaf in _leaves(entry.values, len(entry.by)):
@@ -366,12 +370,12 @@ def _leaves(tree: object, depth: int) -> Iterator[tuple[tuple[str, ...], Publish
         for key, below in tree.items():
             for rest, leaf in _leaves(below, depth - 1):
                 yield (str(key), *rest), leaf
-    elif isinstance(tree, list):
-        low, high = tree
-        yield (), (float(low), float(high))
-    else:
-        assert isinstance(tree, int | float)
+    elif isinstance(tree, int | float):
         yield (), float(tree)
+    elif isinstance(tree, list) and [isinstance(end, int | float) for end in tree] == [True, True]:
+        yield (), (float(tree[0]), float(tree[1]))
+    else:
+        raise UsageError(f"published: values: {tree!r}: expected a number, or [low, high]")
 
 
 def _at(of: PublishedByPoint, point: GridPoint) -> tuple[PublishedValue | None, str]:

@@ -228,7 +228,8 @@ class Benchmark:
     source: str = ""
     """The paper and its table, figure or section."""
     each: Each = field(default_factory=dict)
-    """``ranks=N`` among the overrides starts N ranks. Trials of the tuning get them, too."""
+    """``ranks=N`` among the overrides starts N ranks. Trials of the tuning get the other overrides,
+    too, and run on one rank."""
     held_out: list[str] = field(default_factory=list)
     """Values of the axis ``task`` that no optimizer in ``frozen`` meets before its commit."""
     frozen: dict[str, str] = field(default_factory=dict)

@@ -166,6 +166,7 @@ def submit_wave(
     wave: int,
     options: Sequence[str],
     *,
+    only: str = "",
     retry: bool = False,
 ) -> tuple[int, list[str]]:
     """Submit a wave, and after it a job for the next wave or the report.
@@ -177,6 +178,7 @@ def submit_wave(
         words: The words of the command line, for the job that follows.
         wave: The number of the wave, from 0 on.
         options: Options of sbatch.
+        only: What ``--only`` says, for the next wave. The report has all cells.
         retry: Whether failed cells run again.
 
     Returns:
@@ -206,7 +208,8 @@ def submit_wave(
         # As on one machine, a record blocks only cells of the table, never a run before them.
         if is_last and has_failed:
             grid.record_blocked(cell, reason)
-    ids = _submit_cells(row, todo, options, _follow_up(row, words, wave, options, retry=retry))
+    after = _follow_up(row, words, wave, options, only=only, retry=retry)
+    ids = _submit_cells(row, todo, options, after)
     count = f"{len(todo)} of {len(all_waves[wave])} cells"
     what = "report" if is_last else f"next of {len(all_waves)} waves"
     return failed, [
@@ -217,14 +220,21 @@ def submit_wave(
 
 
 def _follow_up(
-    row: BenchmarkRow, words: Sequence[str], wave: int, options: Sequence[str], *, retry: bool
+    row: BenchmarkRow,
+    words: Sequence[str],
+    wave: int,
+    options: Sequence[str],
+    *,
+    only: str,
+    retry: bool,
 ) -> list[str]:
-    """Return the command that submits the wave after this one, or that writes the report."""
+    """Return the command that submits the wave after this one, or that writes the whole report."""
     is_last = wave + 1 == len(waves(row))
     command = ["report" if is_last else "run", row.name, *words]
     if not is_last:
-        command += ["--wave", str(wave + 1), f"--sbatch={shlex.join(options)}"]
-        command += ["--retry"] * retry
+        command += ["--only", only] if only else []
+        command += ["--launcher", "slurm", "--wave", str(wave + 1)]
+        command += [f"--sbatch={shlex.join(options)}", *["--retry"] * retry]
     return [sys.executable, *KFAC_BENCH, *command]
 
 

@@ -12,7 +12,16 @@ from kfac_bench.benchmark.catalog import CLAIMS, ORDER
 from kfac_bench.benchmark.computed import ComputedCell
 from kfac_bench.benchmark.grid import Cell, TimeIsUp, WorkSession
 from kfac_bench.benchmark.measures import MEASURES, exists, load_phases
-from kfac_bench.benchmark.result import HOW, LEAST, CellRuns, Line, axes_of, key_of, lines
+from kfac_bench.benchmark.result import (
+    HOW,
+    LEAST,
+    CellRuns,
+    Line,
+    axes_of,
+    key_of,
+    lines,
+    published_values,
+)
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Check
 from kfac_bench.config.option_table import did_you_mean
 from kfac_bench.errors import UsageError
@@ -158,9 +167,14 @@ def check(benchmark: Benchmark, name: str) -> None:
     if (table := benchmark.matrix) is not None:
         _check_known(f"{name}: matrix: quantities", table.quantities, above)
         _check_known(f"{name}: matrix", [table.rows, table.columns], axes)
+        if left := [axis for axis in axes if axis not in (table.rows, table.columns)]:
+            raise UsageError(f"{name}: matrix: the axis {left[0]} has no place in rows and columns")
     if (drawn := benchmark.figure) is not None:
         _check_known(f"{name}: figure: quantities", drawn.quantities, above)
         _check_known(f"{name}: figure", [drawn.x, drawn.colour], [*axes, "quantity"])
+        if drawn.lines and not all(value.isdecimal() for value in axes.get(drawn.x, [""])):
+            raise UsageError(f"{name}: figure: lines: the axis {drawn.x} needs whole numbers")
+    published_values(benchmark)
     for claim in benchmark.claims:
         where = f"{name}: claims: {claim.name or claim.text}"
         if not claim.checks and not claim.not_testable:
@@ -180,8 +194,10 @@ def _check_check(each: Check, quantities: Sequence[str], axes: GridAxes, where: 
         raise UsageError(f"{where}: {each.quantity} is no quantity")
     if each.at_most is None and each.at_least is None:
         raise UsageError(f"{where}: {each.quantity}: needs at_most: or at_least:")
-    if any(value not in axes.get(axis, ()) for axis, value in each.at.items()):
-        raise UsageError(f"{where}: {each.quantity}: at: no cell has {each.at}")
+    if any(value not in axes.get(axis, ()) for axis, value in each.at.items()) or (
+        each.at.keys() != axes.keys()
+    ):
+        raise UsageError(f"{where}: {each.quantity}: at: no cell has {each.at}; name all axes")
 
 
 def run(

@@ -100,7 +100,8 @@ def tune(
         for search in searches:
             best, times = _final(tuning, search, runs)
             path = out / f"{search.name}.yaml"
-            text = experiment_yaml(tuning, search.point, search.reached, best, times)
+            words = words_of_trials(benchmark, tuning, search.point)
+            text = experiment_yaml(tuning, words, search.point, search.reached, best, times)
             write_text(path, text, make_folder=True)
             say(f"{path}: {best}, median over seeds: {shown_s(median(times))}")
     except TimeIsUp:
@@ -200,12 +201,26 @@ class TuningRuns:
         return self._runner.run(cell, settings, kind if limit_s is None else "trial", turn)
 
     def _words(self, point: Mapping[str, str], settings: Mapping[str, Any], seed: int) -> list[str]:
-        texts = [*self._tuning.overrides]
-        for axis in [*point, *grid.joined_axes(self._benchmark, BenchmarkProfile())]:
-            value = " ".join(point[each] for each in axis.split(" "))
-            texts += grid.options_of_value(self._benchmark, BenchmarkProfile(), axis, value)
+        common = words_of_trials(self._benchmark, self._tuning, point)
         own = [f"seed={seed}", path_word("runs_dir", self._runs_dir)]
-        return [*(schema.fill_in(t, point) for t in texts), *overrides_of(settings), *own]
+        return [*common, *overrides_of(settings), *own]
+
+
+def words_of_trials(
+    benchmark: Benchmark, tuning: Tuning, point: Mapping[str, str]
+) -> list[str]:
+    """Return the overrides of every trial at this point of the axes.
+
+    Raises:
+        UsageError: ``each`` has ``ranks=``: trials run on one rank.
+    """
+    texts = [*tuning.overrides]
+    for axis in [*point, *grid.joined_axes(benchmark, BenchmarkProfile())]:
+        value = " ".join(point[each] for each in axis.split(" "))
+        texts += grid.options_of_value(benchmark, BenchmarkProfile(), axis, value)
+    if ranks := [text for text in texts if text.startswith("ranks=")]:
+        raise UsageError(f"{ranks[0]}: trials run on one rank; leave it out to tune")
+    return [schema.fill_in(text, point) for text in texts]
 
 
 def _run_studies(
@@ -288,6 +303,7 @@ def tables(benchmark: Benchmark, searches: Sequence[Search]) -> list[Table]:
 
 def experiment_yaml(
     tuning: Tuning,
+    words: Sequence[str],
     point: Mapping[str, str],
     reached: int,
     best: TrialResult,
@@ -295,9 +311,9 @@ def experiment_yaml(
 ) -> str:
     """Return the best trial as a file for conf/experiment, with a comment on how it was found.
 
-    ``reached`` of all trials met the target; ``times`` are those of the best one by seed.
+    ``words`` are those of every trial. ``reached`` of all trials met the target; ``times`` are
+    those of the best one by seed.
     """
-    words = [schema.fill_in(text, point) for text in tuning.overrides]
     parents = [word.removeprefix("experiment=") for word in words if word.startswith("experiment=")]
     settings = dict(best.settings)
     if not parents:  # the words of every trial say then what was trained, and how long

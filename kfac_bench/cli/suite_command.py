@@ -40,6 +40,12 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     command = commands.add_parser("run", help="run the cells of a benchmark and write its report")
     _add_words(command)
     add_session_options(command)
+    command.add_argument(
+        "--launcher",
+        choices=("local", "slurm"),
+        default="local",
+        help="run on this machine (default), or submit jobs",
+    )
     command.add_argument("--retry", action="store_true", help="run failed cells again")
     # A job of the previous wave passes --wave; users do not need it.
     command.add_argument("--wave", type=int, default=0, help=argparse.SUPPRESS)
@@ -105,12 +111,6 @@ def _add_words(command: Parser) -> None:
         help="options of kfac-train for all runs",
     )
     command.add_argument("--profile", metavar="SIZE", help="smoke, cpu, one_gpu or paper")
-    command.add_argument(
-        "--launcher",
-        choices=("local", "slurm"),
-        default="local",
-        help="run on this machine (default), or submit jobs",
-    )
     command.set_defaults(parser=command)
     command.add_argument(
         "--seeds", type=_seed, nargs="+", default=[], help="replace the benchmark's own seeds"
@@ -234,10 +234,9 @@ def run(
 
 
 def _words(options: argparse.Namespace) -> list[object]:
-    """Return the user's words after the benchmark, without those of the launcher."""
+    """Return the user's words after the benchmark, without ``--only`` and the launcher."""
     words = [*options.words]
     words += ["--profile", options.profile] if options.profile else []
-    words += ["--only", options.only] if options.only else []
     words += ["--seeds", *options.seeds] if options.seeds else []
     words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
     return words
@@ -250,6 +249,7 @@ def _say_what_next(
     from kfac_bench.benchmark import suite
 
     words = [options.benchmark, *_words(options)]
+    words += ["--only", options.only] if options.only else []
     words += ["--results", options.results] if options.results else []
     left = sum(suite.cells_left(row, retry=False) for row in rows)
     if failed:
@@ -379,10 +379,12 @@ def _submit(
 ) -> int:
     from kfac_bench.benchmark import slurm_jobs
 
-    words = [*map(str, _words(options)), "--launcher", "slurm"]
+    words = [*map(str, _words(options))]
     failed = 0
     for row in rows:
-        count, lines = slurm_jobs.submit_wave(row, words, options.wave, sbatch, retry=options.retry)
+        count, lines = slurm_jobs.submit_wave(
+            row, words, options.wave, sbatch, only=options.only, retry=options.retry
+        )
         failed += count
         for line in lines:
             say(line)

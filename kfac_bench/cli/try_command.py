@@ -171,7 +171,7 @@ def _check_words(words: list[str], chosen: set[str]) -> None:
 
 
 def _study(asked: Asked, question: Question, path: Path, *, is_quick: bool) -> int:
-    from kfac_bench.benchmark.own_problem import answer, study
+    from kfac_bench.benchmark.own_problem import answer, study, study_input
     from kfac_bench.benchmark.own_problem.leaderboard import Leaderboard
     from kfac_bench.benchmark.own_problem.study_plan import StudyFolder
 
@@ -195,6 +195,9 @@ def _study(asked: Asked, question: Question, path: Path, *, is_quick: bool) -> i
     say(f"page: {(path / 'verdict.html').resolve()}")
     if is_quick:
         words = [asked.file, *asked.words, "--runs-dir", f"{path}-long", "--from", path]
+        words += ["--ranks", asked.ranks] if asked.ranks > 1 else []
+        is_part = question.optimizers != ",".join(study_input.choose(None))
+        words += ["--optimizers", question.optimizers] if is_part else []
         say_next(command_line("kfac-bench try", words), "a study of 30 minutes")
     else:
         words = [path / "final", "--html", path / "final.html"]

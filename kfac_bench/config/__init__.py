@@ -12,19 +12,13 @@ from kfac_bench.config.groups import (
     ModelConfig,
     OptimizerConfig,
     ScheduleConfig,
-    TaskConfig,
 )
-from kfac_bench.config.kfac import (
-    KFACConfig,
-)
-from kfac_bench.config.options import PLACE, RECORD, RESULT, option, options
+from kfac_bench.config.kfac import KFACConfig
+from kfac_bench.config.options import options
 from kfac_bench.config.train import PRECISIONS, LoggerConfig, TrainConfig, TrainerConfig, check
 
 __all__ = [
-    "PLACE",
     "PRECISIONS",
-    "RECORD",
-    "RESULT",
     "BackendConfig",
     "DataConfig",
     "KFACConfig",
@@ -32,10 +26,8 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ScheduleConfig",
-    "TaskConfig",
     "TrainConfig",
     "TrainerConfig",
     "check",
-    "option",
     "options",
 ]

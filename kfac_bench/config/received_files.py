@@ -94,7 +94,7 @@ def run_again(words: Sequence[str]) -> list[str]:
     if len(set(named)) > 1:
         raise UsageError(f"from={named[0]} and from={named[1]}: name one file")
     rest = [word for word in words if not word.startswith(FROM)]
-    chosen = {word.lstrip("+~").partition("=")[0] for word in rest}
+    chosen = {word.lstrip("+").partition("=")[0] for word in rest}
     if clash := chosen & {"experiment", "profile"}:
         raise UsageError(f"from={named[0]} and {clash.pop()}=: the file has all options. Use one")
     tree = _read(Path(named[0]))

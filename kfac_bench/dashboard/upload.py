@@ -235,10 +235,12 @@ def _logger(events: Sequence[Event], project: str | None, entity: str | None) ->
         value = last_option(events, "logger", name)
         return plain(value) if isinstance(value, str) else None
 
+    tags = last_option(events, "logger", "tags")
     return LoggerConfig(
         project=project or recorded("project") or default_project(),
         entity=entity or recorded("entity"),
         id=recorded("id"),
         group=recorded("group"),
         notes=recorded("notes"),
+        tags=[plain(tag) for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else [],
     )

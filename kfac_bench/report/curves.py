@@ -175,10 +175,7 @@ def _draw_target(axes: Axes, run: Run) -> list[float]:
 
 def _draw_run(axes: Axes, run: Run, panel: Panel, style: Style, *, bold: bool) -> list[float]:
     """Draw one run; return the heights of its points."""
-    drawn = points(run, metric=panel.metric)
-    if not panel.metric:
-        drawn = [point for point in drawn if point[2] > 0]  # The loss axis is logarithmic.
-    drawn = thin(drawn, MAX_POINTS)
+    drawn = thin(points(run, metric=panel.metric), MAX_POINTS)
     x = 1 if panel.seconds else 0
     ys = [point[2] for point in drawn]
     width, alpha = (2.0, 1.0) if bold else (1.0, 0.4)

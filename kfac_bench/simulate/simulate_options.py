@@ -164,13 +164,18 @@ def _config(options: argparse.Namespace, machine: Hardware) -> TrainConfig:
     batch = whole_number("--per-rank-batch", options.per_rank_batch)
     # The defaults come first, so words can replace them.
     defaults = []
-    if "experiment" not in names:
+    has_file = bool({"experiment", "from", "recipe"} & set(names))
+    if not has_file:
         defaults = [f"trainer.precision={machine.precision}"]
         defaults += ["kfac.method=eigen"] if machine.conduct == "sc20" else []
-    if names.get("model") in TABLES["model"] and not {"data", "experiment"} & set(names):
+    if names.get("model") in TABLES["model"] and "data" not in names and not has_file:
         usual_data = TABLES["model"][names["model"]].usual_data
         defaults += [] if usual_data is None else [f"data={usual_data}"]
-    config = compose.load([*defaults, *overrides, f"trainer.batch_size={batch}"], config_dir)
+    words = [*defaults, *overrides, f"trainer.batch_size={batch}"]
+    config = compose.load(words, config_dir)
+    if not config.kfac.enabled and options.strategies != SGD:
+        # An experiment of the optimizer alone; the command simulates K-FAC before the optimizer.
+        config = compose.load([*words, "kfac.enabled=true"], config_dir)
     machine.check_precision(config.trainer.precision)
     if config.kfac.method == IDENTITY:
         raise UsageError(

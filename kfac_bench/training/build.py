@@ -32,8 +32,7 @@ from kfac_bench.training.update import has_batch_norm
 class Builders:
     """The functions that build what a run trains: its dataset, its task and its model.
 
-    :meth:`Builders.of` is the only place that derives them from the options; builders from
-    elsewhere go the same way.
+    :meth:`Builders.of` is the only place that derives them from the options.
     """
 
     data: Callable[[], Data]

@@ -66,18 +66,17 @@ class _ImaginedRank(SingleProcess):
         self.world_size = world_size
 
 
-def trace(config: TrainConfig, world_size: int = 1, builders: Builders | None = None) -> DryRun:
+def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
     """Build the model and its plan, and take one step on the meta device.
 
     Args:
         config: The options of the run.
         world_size: Number of ranks to assume.
-        builders: What is trained; by default what ``config`` says.
 
     Raises:
         UsageError: The run would raise it too.
     """
-    builders = builders or Builders.of(config)
+    builders = Builders.of(config)
     smallest_part, examples = _examples_of_a_rank(config, world_size)
     if torch.__version__ < "2.11":
         # torchvision imports it, and torch 2.6 cannot import it where tensors have no values.

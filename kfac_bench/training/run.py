@@ -47,7 +47,7 @@ from kfac_bench.training.rank_batches import RunLength
 from kfac_bench.training.resume import start_or_resume
 from kfac_bench.training.run_directory import RunDirectory, say_complete
 from kfac_bench.training.trainer import Trainer
-from kfac_bench.training.update import check_parts, least_part
+from kfac_bench.training.update import check_last_batch, check_parts, least_part
 
 
 def train_words(words: Sequence[str]) -> float:
@@ -96,15 +96,12 @@ def start(config: TrainConfig) -> int:
     return {"failed": 1, "interrupted": 128 + signal}.get(status, 0)
 
 
-def train(
-    config: TrainConfig, backend: Backend, builders: Builders | None = None
-) -> tuple[str, int]:
+def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
     """Start or continue the run of this configuration; all ranks call this.
 
     Args:
         config: The configuration of the run.
         backend: The backend that connects the ranks.
-        builders: The builders of model, data and task; None: as the configuration says.
 
     Returns:
         The status of the run's last event, and the signal that stopped the run (0: none).
@@ -125,7 +122,7 @@ def train(
         ranks.together(lambda: stack.enter_context(if_main))
         ranks.together(directory.check_is_here)
         with progress.task("reading the data and building the model"):
-            trainer = build_trainer(config, backend, directory, builders)
+            trainer = build_trainer(config, backend, directory)
         complete = ranks.together(
             lambda: _status_if_complete(directory, trainer) if ranks.is_main else None
         )
@@ -179,25 +176,18 @@ def _check_same_options(config: TrainConfig, ranks: Ranks) -> None:
         raise UsageError(f"ranks {others} have other options than rank 0. Use one command for all")
 
 
-def build_trainer(
-    config: TrainConfig,
-    backend: Backend,
-    directory: RunDirectory,
-    builders: Builders | None = None,
-) -> Trainer:
+def build_trainer(config: TrainConfig, backend: Backend, directory: RunDirectory) -> Trainer:
     """Return the trainer of a run, which writes no events yet.
 
     Args:
         config: The configuration of the run.
         backend: The backend that connects the ranks.
         directory: The directory of the run.
-        builders: The builders of model, data and task; None: as the configuration says.
 
     Raises:
         UsageError: A part cannot be built, or ranks read other data.
     """
-    builders = builders or Builders.of(config)
-    ranks = backend.ranks
+    builders, ranks = Builders.of(config), backend.ranks
     data, model, notes = ranks.together(lambda: _data_and_model(config, builders, ranks))
     about = f"{data.train_size} {data.eval_size} {data.shape} {data.num_classes}"
     if others := ranks.unlike_main(about):
@@ -249,6 +239,7 @@ def _data_and_model(
         model.to(memory_format=torch.channels_last)
     builders.try_out(model, data)
     least = least_part(data.train_size, config.trainer, ranks.world_size)
+    check_last_batch(data.train_size, config.trainer, ranks.world_size)
     build.check_batch_norm(model, config.model, least)
     usual = config.trainer.batch_size // ranks.world_size // config.trainer.accumulate
     notes += build.batch_norm_notes(model, usual)

@@ -207,7 +207,7 @@ class Trainer:
             self._train_step(batch)
             self._report_checkpoint()
             done = self.step >= self.length.max_steps
-            is_logged = self.step % self.config.log_freq == 0 or done
+            is_logged = self._is_logged(self.step)
             if is_logged:  # the event needs the loss of its own step
                 self._read_result()
             if self._cannot_write:
@@ -217,6 +217,10 @@ class Trainer:
             if status := self._evaluate_and_save(evaluate=self.step % self._eval_freq == 0 or done):
                 return status
         return "finished"  # a resumed run that had no step left
+
+    def _is_logged(self, step: int) -> bool:
+        """Return whether a :class:`Trained` event follows this step."""
+        return step % self.config.log_freq == 0 or step >= self.length.max_steps
 
     def _evaluate_and_save(self, *, evaluate: bool) -> str | None:
         """Evaluate if asked to, save if due, and return the status if the run ends here."""
@@ -279,7 +283,7 @@ class Trainer:
         self.model.train()
         self._set_learning_rate()
         if self.kfac is not None:
-            self.kfac.track_cosine = (self.step + 1) % self.config.log_freq == 0
+            self.kfac.track_cosine = self._is_logged(self.step + 1)
         # The loss of a problem file may draw from these.
         seed_python_and_numpy(mixed_seed(self.seed, -3, self.step, self.ranks.rank))
         loss = self._update.backward(batch, self._count_examples(batch))

@@ -17,6 +17,7 @@ from kfac_bench.core.planning.budget import BudgetError
 from kfac_bench.data.base.batch import Batch, size, split
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.errors import UsageError
+from kfac_bench.output import counted
 from kfac_bench.tasks.task import Task
 
 AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,6 +43,20 @@ def check_parts(config: TrainerConfig, world_size: int) -> None:
         raise UsageError(
             f"trainer.accumulate={config.accumulate} is more than the {examples} examples of a "
             f"rank: trainer.batch_size={config.batch_size} over {world_size} ranks"
+        )
+
+
+def check_last_batch(train_size: int, config: TrainerConfig, world_size: int) -> None:
+    """Raise :class:`UsageError` if a rank without an example would let synchronized ranks wait.
+
+    A part without examples runs in eval mode, in which SyncBatchNorm sends nothing.
+    """
+    rest = 0 if config.drop_last else train_size % config.batch_size
+    if config.sync_batch_norm and 0 < rest < world_size * config.accumulate:
+        raise UsageError(
+            f"trainer.sync_batch_norm=true: the last batch has only {counted(rest, 'example')} for "
+            f"{world_size} ranks with trainer.accumulate={config.accumulate}. Set "
+            "trainer.drop_last=true"
         )
 
 

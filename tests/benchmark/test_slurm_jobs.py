@@ -1,6 +1,7 @@
 """The jobs of a row: their names, their order, and the cells that are left out."""
 
 import argparse
+from functools import partial
 
 import pytest
 
@@ -141,3 +142,25 @@ def test_a_computed_cell_that_fails_is_exit_code_1(tmp_path, monkeypatch, sbatch
     with pytest.raises(SystemExit) as ended:
         cli.bench(words)
     assert ended.value.code == 1
+
+
+def test_the_report_after_a_part_of_the_cells_has_all_cells(tmp_path):
+    row = suite.row("fig7_step_profile", "smoke", runs_dir=str(tmp_path))
+    follow = partial(slurm_jobs._follow_up, row, ["--profile", "smoke"], options=[], retry=False)
+    assert len(slurm_jobs.waves(row)) == 1
+    command = follow(wave=0, only="SGD")
+    assert command[-4:] == ["report", row.name, "--profile", "smoke"]
+    several = suite.row("table4a_bert_kfac_phase2", "smoke", runs_dir=str(tmp_path))
+    command = slurm_jobs._follow_up(several, [], 0, ["-p", "gpu"], only="K-FAC", retry=True)
+    assert command[command.index("run") :] == [
+        "run",
+        several.name,
+        "--only",
+        "K-FAC",
+        "--launcher",
+        "slurm",
+        "--wave",
+        "1",
+        "--sbatch=-p gpu",
+        "--retry",
+    ]

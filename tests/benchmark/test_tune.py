@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from kfac_bench.benchmark import grid, local_runs, schema, trials, tune
-from kfac_bench.benchmark.schema import Tuning
+from kfac_bench.benchmark.schema import Benchmark, Tuning
 from kfac_bench.benchmark.trials import TrialResult
 from kfac_bench.benchmark.tune import Search
 from kfac_bench.config import compose
@@ -96,7 +96,11 @@ def test_a_tuning_without_an_experiment_writes_its_own_words(tmp_path):
     words = ["model=resnet20", "trainer.max_steps=4", "data.mixup=0.2", "logger=none"]
     best = TrialResult({"optimizer": "adam", "kfac": "none", "optimizer.lr": 0.01}, 1, (1.5, 0.0))
     tuning = Tuning(words, 1, [1], {"adam": best.settings}, "mine_{optimizer}")
-    text = tune.experiment_yaml(tuning, {"optimizer": "adam"}, 1, best, [1.5])
+    point = {"optimizer": "adam"}
+    each = {"optimizer": {"adam": ["trainer.batch_size=64"]}}
+    benchmark = Benchmark("mine", axes={"optimizer": ["adam"]}, each=each, tuning=tuning)
+    words = tune.words_of_trials(benchmark, tuning, point)
+    text = tune.experiment_yaml(tuning, words, point, 1, best, [1.5])
     found = composed(tmp_path, "mine", text)
     assert (found.model.name, found.optimizer.name, found.kfac.enabled) == (
         "resnet20",
@@ -104,6 +108,10 @@ def test_a_tuning_without_an_experiment_writes_its_own_words(tmp_path):
         False,
     )
     assert (found.trainer.max_steps, found.data.mixup, found.optimizer.lr) == (4, 0.2, 0.01)
+    assert found.trainer.batch_size == 64
+    each["optimizer"]["adam"].append("ranks=2")
+    with pytest.raises(UsageError, match="ranks=2: trials run on one rank"):
+        tune.words_of_trials(benchmark, tuning, point)
 
 
 @pytest.mark.parametrize("task", DEMO.axes["task"])
@@ -114,7 +122,9 @@ def test_the_best_trial_becomes_an_experiment(tmp_path, task, optimizer):
     made = [TrialResult(s, 100, (math.inf, 0.5)) for s in all_settings]
     made[4] = TrialResult(all_settings[4], 100, (1.25, 0.0))
     search = Search(f"digits/{task}_{optimizer}", point, {100: made, 101: made[:4]})
-    text = tune.experiment_yaml(DEMO.tuning, point, search.reached, made[4], [1.25, math.inf])
+    words = tune.words_of_trials(DEMO, DEMO.tuning, point)
+    times = [1.25, math.inf]
+    text = tune.experiment_yaml(DEMO.tuning, words, point, search.reached, made[4], times)
     found = composed(tmp_path, "tuned", text)
     parent = compose.load([f"experiment=digits/{task}"])
     assert (found.trainer, found.model, found.data) == (parent.trainer, parent.model, parent.data)

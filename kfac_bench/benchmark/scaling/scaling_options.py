@@ -248,6 +248,7 @@ def _fixed(window: int) -> list[str]:
     return [
         "trainer.target=null",
         "trainer.max_epochs=null",
+        "trainer.drop_last=true",
         f"trainer.max_steps={WINDOWS * window}",
         f"trainer.log_freq={window}",
         f"trainer.eval_freq={WINDOWS * window}",

@@ -76,7 +76,15 @@ class AnnotationFile:
         self.faults.append(Unreadable(f"{self.file}: {entry}", reason))
 
 
-def find(root: Path, split: str, year: int | None = None) -> tuple[Path, Path]:
+def years(root: Path, split: str, year: int | str | None = None) -> list[str]:
+    """Return the years of a split that have an annotation file, as in the names of the files."""
+    folder = root / "annotations"
+    names = os.listdir(folder) if folder.is_dir() else []
+    pattern = rf"instances_{split}({year or '[0-9]*'})\.json"
+    return sorted(m[1] for name in names if (m := re.fullmatch(pattern, name)))
+
+
+def find(root: Path, split: str, year: int | str | None = None) -> tuple[Path, Path]:
     """Return the annotation file and the image folder of a split.
 
     Args:
@@ -87,19 +95,16 @@ def find(root: Path, split: str, year: int | None = None) -> tuple[Path, Path]:
     Raises:
         UsageError: The file or folder is missing, or the year must be chosen.
     """
-    folder = root / "annotations"
-    names = os.listdir(folder) if folder.is_dir() else []
-    pattern = rf"instances_{split}({year or '[0-9]*'})\.json"
-    years = sorted(m[1] for name in names if (m := re.fullmatch(pattern, name)))
-    if not years:
+    folder, found = root / "annotations", years(root, split, year)
+    if not found:
         file = f"{folder}/instances_{split}{year or ''}.json"
         raise UsageError(f"no {file}: COCO's layout is {LAYOUT}")
-    if len(years) > 1:
-        raise UsageError(f"{folder} has {split} of {', '.join(years)}: set data.year")
-    images = root / f"{split}{years[0]}"
+    if len(found) > 1:
+        raise UsageError(f"{folder} has {split} of {', '.join(found)}: set data.year")
+    images = root / f"{split}{found[0]}"
     if not images.is_dir():
         raise UsageError(f"no folder {images}: COCO's layout is {LAYOUT}")
-    return folder / f"instances_{split}{years[0]}.json", images
+    return folder / f"instances_{split}{found[0]}.json", images
 
 
 def load(file: Path, folder: Path) -> AnnotationFile:

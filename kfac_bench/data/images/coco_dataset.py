@@ -21,7 +21,7 @@ from kfac_bench.data.base.dataset import Data, ImageDisplay, of_files
 from kfac_bench.data.base.files import Faults, Unreadable, summary
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
-from kfac_bench.data.images.coco_annotations import AnnotationFile, CocoImage, find
+from kfac_bench.data.images.coco_annotations import AnnotationFile, CocoImage, find, years
 from kfac_bench.data.images.coco_annotations import load as load_annotations
 from kfac_bench.data.images.coco_masks import api, decode
 from kfac_bench.data.images.opening import open_image, rgb, upright
@@ -109,8 +109,8 @@ def _why(content: AnnotationFile) -> str:
     return f"it has no annotations, and {counted(len(content.images), 'image')}"
 
 
-def scan(root: Path, year: int | None = None) -> tuple[dict[str, int], list[Unreadable]]:
-    """Decode every image. Return the number of good images by split, and all faults.
+def scan(root: Path) -> tuple[dict[str, int], list[Unreadable]]:
+    """Decode every image of every year. Return the number of good images by split, and all faults.
 
     Raises:
         UsageError: As in `load`.
@@ -118,11 +118,14 @@ def scan(root: Path, year: int | None = None) -> tuple[dict[str, int], list[Unre
     counts: dict[str, int] = {}
     faults: list[Unreadable] = []
     for split in ("train", "val"):
-        content = load_annotations(*find(root, split, year))
-        decoded = (_decode(image) for image in content.images)
-        bad = [x for x in decoded if isinstance(x, Unreadable)]
-        counts[split] = len(content.images) - len(bad)
-        faults += content.faults + bad
+        found = years(root, split)
+        for year in found or [""]:
+            content = load_annotations(*find(root, split, year))
+            decoded = (_decode(image) for image in content.images)
+            bad = [x for x in decoded if isinstance(x, Unreadable)]
+            name = f"{split} of {year}" if len(found) > 1 else split
+            counts[name] = len(content.images) - len(bad)
+            faults += content.faults + bad
     return counts, faults
 
 

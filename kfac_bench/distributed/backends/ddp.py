@@ -143,8 +143,14 @@ def _meet(timeout: timedelta) -> tuple[Store, int, int]:
     """Return the store in which the ranks find each other, this rank, and the number of ranks.
 
     Raises:
-        OneRankError: The port of rank 0 is in use.
+        OneRankError: The port of rank 0 is in use, or a variable is not set.
     """
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise OneRankError(
+                f"the environment variable {name} is not set, so the ranks cannot meet. Start all "
+                "ranks with torchrun or srun"
+            )
     host = os.environ.get("MASTER_ADDR", "")
     try:
         # torchrun may have opened the store before, at all addresses.

@@ -266,6 +266,9 @@ def test_missing_folders_and_ambiguous_years_are_refused(tmp_path):
     write(tmp_path, year=2017)
     with pytest.raises(UsageError, match=r"has train of 2014, 2017: set data\.year"):
         opened(tmp_path)
+    counts, faults = coco_dataset.scan(tmp_path)
+    assert [*counts] == ["train of 2014", "train of 2017", "val of 2014", "val of 2017"]
+    assert faults == []
     assert opened(tmp_path, year=2014).truth[0].path.parent.name == "val2014"
     with pytest.raises(UsageError, match="instances_train2015"):
         opened(tmp_path, year=2015)
