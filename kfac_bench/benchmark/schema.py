@@ -155,7 +155,6 @@ class Published:
     source: str = MISSING
     by: list[str] = MISSING
     values: Any = MISSING
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass

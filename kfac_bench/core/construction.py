@@ -139,6 +139,7 @@ def build(
         leave,
         sees_moments=not options["overlap"],
         sees_rows=options["weight_sharing"] == "expand",
+        can_limit=not options["background"] and model_parallel is None,
     )
     return KFACParts(
         bare,

@@ -76,7 +76,7 @@ class KFACOptions(TypedDict, total=False):
             details="""
                 With ``inverse`` in ``owner_reduce`` and ``local_factors``, blocks go to one rank,
                 too. Set True if an option needs both factors on one rank; K-FAC raises an error
-                that says so.
+                that says so. ``layer_wise`` gives layers to ranks in turn, with both factors.
                 """,
         ),
     ]
@@ -86,7 +86,10 @@ class KFACOptions(TypedDict, total=False):
             default="compute",
             choices=BALANCES,
             meaning="what ranks get about equal shares of: compute (time) or memory (bytes)",
-            details="The time is that of the decompositions (core/planning/planner.py).",
+            details="""
+                The time is that of the decompositions (core/planning/planner.py). ``layer_wise``
+                gives layers to ranks in turn and balances nothing.
+                """,
         ),
     ]
     overlap: Annotated[

@@ -347,7 +347,8 @@ class KFAC:
         """End one of the first steps, which the optimizer makes alone; after them, plan."""
         assert self._capture is not None
         seen = first.end_step(self._capture.pop())
-        self._executor.abandon_factors()
+        if self._capture.enabled:  # else nothing has begun, and a message would count as training
+            self._executor.abandon_factors()
         self._capture.enabled = first.needs_statistics
         self._guards.see_gradients()
         if seen is not None:

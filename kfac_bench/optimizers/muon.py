@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from kfac_bench.core.distributed.dtensor import full, is_sharded, shard_like
 from kfac_bench.core.kernels import linalg
+from kfac_bench.core.layers.coverage import is_conv1d_of_transformers
 from kfac_bench.core.validation import check_is_model
 
 NEWTON_SCHULZ_STEPS = 5
@@ -19,7 +20,8 @@ NEWTON_SCHULZ_STEPS = 5
 class Muon(Optimizer):
     """Muon (Jordan et al. 2024) for groups with ``use_muon``, AdamW for the other groups.
 
-    A parameter [n, ...] of Muon counts as a matrix of n rows.
+    A parameter [outputs, ...] of Muon counts as a matrix, and [inputs, outputs] in a group with
+    ``is_transposed``.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]]) -> None:
@@ -68,7 +70,10 @@ class Muon(Optimizer):
             momenta = list(torch._foreach_lerp(grads, momenta, group["momentum"]))
         matrices = torch.stack([full(each).flatten(1) for each in momenta])
         updates = linalg.orthogonalize_bfloat16(matrices, NEWTON_SCHULZ_STEPS).to(matrices.dtype)
-        rate = group["lr"] * max(1.0, matrices.shape[1] / matrices.shape[2]) ** 0.5
+        outputs, inputs = matrices.shape[1:]
+        if group.get("is_transposed", False):
+            outputs, inputs = inputs, outputs
+        rate = group["lr"] * max(1.0, outputs / inputs) ** 0.5
         parts = [shard_like(u.reshape(p.shape), p) for p, u in zip(params, updates, strict=True)]
         torch._foreach_add_(params, parts, alpha=-rate)
 
@@ -140,6 +145,9 @@ def muon(
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     for_adam = _embeddings_and_last_layer(model)
+    transposed = {
+        id(module.weight) for module in model.modules() if is_conv1d_of_transformers(type(module))
+    }
     split: list[dict[str, Any]] = []
     for group in groups:
         if other := group.keys() - {"params", "weight_decay"}:
@@ -155,7 +163,10 @@ def muon(
         rest = [p for p in every if id(p) not in taken]
         of_muon = {"lr": lr, "momentum": momentum, "nesterov": nesterov}
         of_adam = {"lr": adam_lr, "betas": betas, "eps": eps}
-        split.append({"params": hidden, "use_muon": True, "weight_decay": decay, **of_muon})
+        for flag in (False, True):
+            some = [p for p in hidden if (id(p) in transposed) is flag]
+            of_muon["is_transposed"] = flag
+            split.append({"params": some, "use_muon": True, "weight_decay": decay, **of_muon})
         split.append({"params": rest, "use_muon": False, "weight_decay": decay, **of_adam})
     return Muon([group for group in split if group["params"]])
 

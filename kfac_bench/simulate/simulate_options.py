@@ -57,8 +57,6 @@ def simulate(options: argparse.Namespace) -> list[str]:
     request = _request(options)
     machine = request.machine
     work = workload.of_config(request.config)
-    if not work.layers and any(each.strategy != SGD for each in request.variants):
-        raise UsageError("K-FAC covers no layer of this model: simulate --strategies sgd alone")
     cells = sweep(
         work,
         machine,

@@ -134,6 +134,7 @@ def results(row):
         ({}, None, "needs checks:"),
         ({}, {"quantity": "acc", "at_least": 1}, "acc is no quantity"),
         ({}, {"at": {"optimizer": "Adam"}, "at_least": 1}, "at: no cell has"),
+        ({}, {"at": {"optimizer": "SGD"}, "at_least": 1}, "name all axes"),
         ({}, {}, "needs at_most: or at_least:"),
     ],
 )
@@ -167,11 +168,26 @@ def test_a_file_whose_numbers_would_be_wrong_is_refused(quantity, check, fragmen
             {"figure": FigureSpec(["less"], "batches", "optimizer")},
             "figure: batches: choose one of",
         ),
+        (
+            {"figure": FigureSpec(["less"], "optimizer", "batch", lines=True)},
+            "figure: lines: the axis optimizer needs whole numbers",
+        ),
+        (
+            {"matrix": MatrixSpec(["less"], "optimizer", "optimizer")},
+            "matrix: the axis batch has no place",
+        ),
     ],
 )
 def test_a_table_or_figure_of_unknown_names_is_refused(part, fragment):
     with pytest.raises(UsageError, match=re.escape(f"mine.yaml: {fragment}")):
         suite.check(replace(ROW, **part), "mine.yaml")
+
+
+@pytest.mark.parametrize("value", ["76 %", None, [1, 2, 3]])
+def test_a_published_value_that_is_no_number_is_refused(value):
+    published = [Published("accuracy", "Table 9", ["optimizer"], {"SGD": value})]
+    with pytest.raises(UsageError, match="expected a number, or"):
+        suite.check(replace(ROW, published=published), "mine.yaml")
 
 
 def test_lines_have_medians_intervals_and_misses(row):

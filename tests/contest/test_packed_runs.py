@@ -219,3 +219,9 @@ def test_fuzz_damaged_bytes(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("p") / "a.jsonl.gz"
     path.write_bytes(content)
     refused_or(lambda: packed_runs.read(path))
+
+
+def test_another_winner_of_a_study_replaces_the_run_of_the_first():
+    first, other = (packed(kind="table", settings={"optimizer.lr": lr}) for lr in (0.1, 0.2))
+    assert first.key == other.key
+    assert packed().key != packed(settings={"optimizer.lr": 0.2}).key

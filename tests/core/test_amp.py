@@ -370,3 +370,21 @@ def test_the_models_own_labels_under_autocast(dtype, fisher):
             assert close(results[1][key], want, TOLERANCE[dtype]), key
         elif key[1] == "G" and "in_proj.k" not in key[0]:
             assert float(results[1][key].abs().max()) > 0
+
+
+def test_many_positions_under_autocast_do_not_make_g_zero():
+    """The share of a position in an example is smaller than what float16 can hold."""
+    results = []
+    for autocast in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Tanh(), nn.Conv2d(4, 3, 1))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        kfac = KFAC(model, sgd, fisher="type2", damping=0.1)
+        with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
+            output = model(torch.randn(2, 1, 256, 256))
+        kfac.fisher_backward(output, dim=1)
+        output.float().square().mean().backward()
+        kfac.step()
+        results.append(factors_of(kfac))
+    for key, want in results[0].items():
+        assert close(results[1][key], want, TOLERANCE[torch.float16]), key

@@ -434,6 +434,19 @@ class TestWideLayers:
         with pytest.warns(UserWarning, match=r"64 rows per step\. Set max_dim to fewer rows"):
             optimizer.step()
 
+    def test_a_remedy_that_background_work_accepts(self):
+        with pytest.warns(UserWarning, match=r"64 rows per step\. Set block_size=1024"):
+            self.train(64, method="eigen", background=True)
+
+    def test_embeddings_alone_have_no_ratio(self):
+        torch.manual_seed(0)
+        users, items = nn.Embedding(10_000, 200), nn.Embedding(10_000, 200)
+        model = nn.ModuleList([users, items])
+        optimizer = eigen_adam(model)
+        ids = torch.arange(64)
+        (users(ids) * items(ids)).sum(1).square().mean().backward()
+        optimizer.step()
+
     def test_orthogonalization_does_not_count(self):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 600), nn.Linear(600, 600), nn.Linear(600, 3))

@@ -517,7 +517,6 @@ def test_help_prints_the_usage(capsys):
         (["kfac.max_overhead=0.25"], "kfac.max_overhead=0.25: the simulation knows only fixed"),
         (["kfac.background=true"], "kfac.background=True: the simulation knows only fixed"),
         (["kfac.method=identity"], "kfac.method=identity has no factors"),
-        (["experiment=digits/autoencoder_adam"], "K-FAC covers no layer"),
         (["model=resnet5O"], "did you mean"),
         (["per_rank_batch=8"], "per_rank_batch=8: write --per-rank-batch 8"),
         (
@@ -532,6 +531,26 @@ def test_wrong_words_give_a_one_line_error(capsys, arguments, fragment):
     assert (code, text) == (2, "")
     assert fragment in error
     assert error.count("\n") == 1
+
+
+def test_an_experiment_of_the_optimizer_alone_is_simulated_with_kfac_too(capsys):
+    words = ["experiment=digits/autoencoder_adam", "--hardware=two_cores", "--world-size=2"]
+    code, text, _ = simulate_here(capsys, *words)
+    assert code == 0
+    assert {"sgd", "comm_opt"} <= {line.split()[0] for line in text.splitlines() if line}
+
+
+@pytest.mark.parametrize("word", ["from={}", "recipe=text_bert"])
+def test_precision_and_method_are_those_of_the_file(tmp_path, capsys, word):
+    file = tmp_path / "config.yaml"
+    file.write_text(compose.to_yaml(compose.load(["model=resnet8", "kfac.method=inverse"])))
+    words = [word.format(file), "trainer.accumulate=1", "--hardware=longhorn_v100"]
+    code, text, error = simulate_here(capsys, *words, "--world-size=2")
+    if word.startswith("from"):
+        assert "inverse decompositions" in text
+    else:
+        assert code == 2
+        assert "trainer.precision" in error
 
 
 def test_the_label_of_a_variant_is_the_text_that_names_it():

@@ -177,6 +177,23 @@ def test_muon():
     assert {g["initial_lr"] for g in optimizer.param_groups} == {0.1, 0.003}
 
 
+def test_muon_knows_weights_of_inputs_times_outputs():
+    pytest.importorskip("transformers")
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    linear, conv, last = nn.Linear(3, 12), Conv1D(12, 3), nn.Linear(12, 2)
+    gradient = torch.randn(12, 3)
+    before = conv.weight.detach().clone()
+    linear.weight.data = before.T.clone()
+    for module, grad in ((linear, gradient), (conv, gradient.T)):
+        optimizer = muon(nn.Sequential(module, last))
+        module.weight.grad = grad.clone()
+        optimizer.step()
+    assert not torch.equal(conv.weight, before)
+    torch.testing.assert_close(conv.weight.T, linear.weight)
+
+
 def test_muon_refuses_what_it_would_ignore():
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=r"options \['lr'\], which would be ignored"):

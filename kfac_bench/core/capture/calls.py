@@ -122,8 +122,15 @@ class RepeatedForwards:
 class RowsLayer(Layer):
     """A layer whose x and g are its rows of a and g already."""
 
+    __slots__ = ("_layer",)  # not in __dict__, which is that of the layer
+
     def __init__(self, layer: Layer) -> None:
         self.__dict__ = layer.__dict__
+        self._layer = layer
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`Layer.from_matrix`."""
+        return self._layer.from_matrix(matrix)
 
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.rows`."""

@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 
 from kfac_bench.core.capture.moments import Collected, Moments
 from kfac_bench.core.distributed.deepspeed_zero import takes_gradient
-from kfac_bench.core.distributed.dtensor import local
+from kfac_bench.core.distributed.dtensor import local, version_of
 from kfac_bench.core.layers.base import Layer
 
 
@@ -110,7 +110,7 @@ class GradientWatch:
         self._marks.pop(layer.name, None)
         if layer.weight.grad is not None and not takes_gradient(layer.weight):
             grad = layer.weight.grad
-            self._marks[layer.name] = _Mark(TensorWeakRef(grad), _version(grad))
+            self._marks[layer.name] = _Mark(TensorWeakRef(grad), version_of(grad))
 
     def is_removed(self, layer: Layer) -> bool:
         """Return whether the gradient of the last backward is no longer in ``.grad``."""
@@ -127,7 +127,7 @@ class GradientWatch:
         if mark is None or grad is None:
             return None
         # Another tensor may have the same gradient: DDP moves gradients to other buckets.
-        if mark.grad() is grad and mark.version == _version(grad):
+        if mark.grad() is grad and mark.version == version_of(grad):
             return None
         self._remember(layer)
         part = local(grad)
@@ -143,13 +143,6 @@ class GradientWatch:
         self._marks.clear()
         self._failed.clear()
         self._reached.clear()
-
-
-def _version(grad: Tensor) -> int:
-    """Return a number that grows with each change in place."""
-    with torch.no_grad():
-        # Of a DTensor, operations count at the DTensor, and FSDP2's sums at the rank's part.
-        return grad._version + local(grad)._version
 
 
 class EarlySender:

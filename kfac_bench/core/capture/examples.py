@@ -64,14 +64,16 @@ class Examples:
     ) -> None:
         """Note the input of a module with ``batch_first``."""
         x = next(_tensors((args, kwargs)), None)
-        if not isinstance(x, Tensor) or x.is_nested:
+        # Token ids are the input of a whole model, which may have such an attribute, too.
+        if not isinstance(x, Tensor) or x.is_nested or not x.is_floating_point():
             return
         if x.shape[:2] != self.shape[:2]:
             # The model has perhaps moved the time to the front itself.
             is_moved = x.ndim == 3 and not module.batch_first
             self._is_time_first |= is_moved and x.shape[1] == self.count != len(x)
         elif x.ndim == 2:
-            self.note_single(x)
+            if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+                self.note_single(x)
         elif not module.batch_first and self.shape[0] != self.shape[1]:
             self._is_time_first, self.count = True, self.shape[1]
 

@@ -205,7 +205,7 @@ class Capture:
             self.wrapper = ref(wrapper)
             if self.sender is not None:
                 self.sender.wrapper = self.wrapper
-        if self.enabled and module.training:
+        if self.enabled and self.computed and module.training:
             examples = Examples((args, kwargs) if self._counts_examples else (), self._forward)
             self._examples[examples.forward] = examples
             self._running.forwards.append(examples)

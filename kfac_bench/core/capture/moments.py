@@ -11,7 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from kfac_bench.core.capture.calls import Family
-from kfac_bench.core.kernels.gram import Blocks, Number, Scale, flat_blocks, without_autocast
+from kfac_bench.core.kernels.gram import (
+    Blocks,
+    Number,
+    Scale,
+    at_least_float32,
+    flat_blocks,
+    without_autocast,
+)
 from kfac_bench.core.layers.base import Layer
 
 Forward = tuple[int, int]
@@ -146,7 +153,8 @@ class Moments:
         if examples is not None:
             self._examples.setdefault(layer.name, {})[forward] = examples
         if magnitude:
-            g = g * ((examples or samples) / magnitude)
+            # The factor may be tiny, and g in half precision would become zero.
+            g = at_least_float32(g) * ((examples or samples) / magnitude)
         if self._reduce:
             self._add_sums(layer, x, g, _PositionSums(x, g, samples, positions, forward), first)
         else:

@@ -47,6 +47,13 @@ def local(x: Tensor) -> Tensor:
     return part
 
 
+def version_of(x: Tensor) -> int:
+    """Return a number that grows with each change in place."""
+    with torch.no_grad():
+        # Of a DTensor, operations count at the DTensor, and FSDP2's sums at the rank's part.
+        return x._version + local(x)._version
+
+
 def shard_like(whole: Tensor, like: Tensor) -> Tensor:
     """Return this rank's part of ``whole``, laid out as ``like``, without a message.
 

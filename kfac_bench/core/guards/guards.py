@@ -21,7 +21,7 @@ from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.capture.safe_hooks import SafeHook
 from kfac_bench.core.distributed.collective import Collective
-from kfac_bench.core.distributed.dtensor import is_sharded, local
+from kfac_bench.core.distributed.dtensor import is_sharded, version_of
 from kfac_bench.core.guards.loss import LaterUnscaling, LossScaleCheck, MeanCheck
 from kfac_bench.core.guards.statistics import StatisticsCheck
 from kfac_bench.core.layers.base import Layer
@@ -52,6 +52,7 @@ class Guards:
         leave: Leaves layers, by name, to the optimizer.
         sees_moments: Whether the raw moments are complete and unscaled when a step starts.
         sees_rows: Whether the statistics count all rows of a layer's inputs.
+        can_limit: Whether a KFAC with these options could have ``max_overhead``, too.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Guards:
         *,
         sees_moments: bool,
         sees_rows: bool,
+        can_limit: bool,
     ) -> None:
         self.order = StepOrder(layers)
         self._layers = layers
@@ -77,7 +79,9 @@ class Guards:
         identity = capture.identity  # None if statistics are not made of the gradients of the loss
         self._scale = LossScaleCheck(computed[-1], identity) if identity and computed else None
         self._mean = MeanCheck() if identity and sees_moments else None
-        self._width = _WidthCheck(layers, plan, collective.rank) if sees_rows else None
+        self._width = None
+        if sees_rows:
+            self._width = _WidthCheck(layers, plan, collective.rank, can_limit=can_limit)
         self._unscaling: LaterUnscaling | None = LaterUnscaling(layers[-1])
         self._dtypes: dict[str, torch.dtype] = {}
         self._handle: RemovableHandle | None = None
@@ -154,11 +158,13 @@ class _WidthCheck:
     longer if g + a is more than 1.5 times the rows.
     """
 
-    def __init__(self, layers: Sequence[Layer], plan: Plan, rank: int) -> None:
+    def __init__(self, layers: Sequence[Layer], plan: Plan, rank: int, *, can_limit: bool) -> None:
         self._specs = [layer.spec for layer in layers]
         self._advice = "Set max_overhead=0.5, which limits the time of K-FAC to half a step"
         if plan.method == EIGEN_ADAM:  # its work cannot be divided, so max_overhead is refused
             self._advice = "Set max_dim to fewer rows than the layer has"
+        elif not can_limit:
+            self._advice = "Set block_size=1024, which divides large factors"
         # max_dim does not save the orthogonalization of updates, so it does not count.
         self._work = sum(
             flops(
@@ -169,7 +175,7 @@ class _WidthCheck:
             for op in plan.precondition
             if isinstance(op, Precondition) and rank in op.ranks
         )
-        self._is_done = self._work < MIN_FLOPS
+        self._is_done = self._work < MIN_FLOPS or all(spec.is_lookup for spec in self._specs)
 
     def see(self, collected: Mapping[str, Collected], warn: Callable[[str, str], None]) -> None:
         """Look at the first statistics that have the rows of all layers."""
@@ -274,22 +280,17 @@ class StepOrder:
             if grad is None or written() is not grad:
                 changes.add(None)
             else:
-                changes.add(_version(grad) - version)
+                changes.add(version_of(grad) - version)
         return changes
 
     def mark(self) -> None:
         """Remember the gradients that K-FAC has just written."""
         self._optimizer_stepped = False
         self._written = [
-            (layer, TensorWeakRef(layer.weight.grad), _version(layer.weight.grad))
+            (layer, TensorWeakRef(layer.weight.grad), version_of(layer.weight.grad))
             for layer in self._layers
             if layer.weight.grad is not None
         ]
-
-
-def _version(grad: Tensor) -> int:
-    with torch.no_grad():
-        return local(grad)._version
 
 
 class MissingStep:

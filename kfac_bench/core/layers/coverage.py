@@ -183,7 +183,7 @@ def _type_of(module: nn.Module, types: LayerTypes) -> type[Layer] | None:
     for parent in type(module).__mro__:
         if parent in types:
             return types[parent]
-        if _is_conv1d_of_transformers(parent):
+        if is_conv1d_of_transformers(parent):
             return Conv1DLayer
     return None
 
@@ -193,8 +193,8 @@ def _is_attention(module: nn.Module, types: LayerTypes) -> bool:
     return isinstance(module, nn.MultiheadAttention) and _type_of(module, types) is None
 
 
-def _is_conv1d_of_transformers(kind: type) -> bool:
-    """Check without importing transformers: a model of transformers has imported it already."""
+def is_conv1d_of_transformers(kind: type) -> bool:
+    """Return whether this is the class, without an import: a model of transformers has imported it already."""
     module = sys.modules.get("transformers.pytorch_utils")
     return module is not None and kind is module.Conv1D
 

@@ -221,6 +221,8 @@ class NormLayer(Layer):
     def moment_g(self, x: Tensor, g: Tensor) -> Tensor:
         """See :meth:`Layer.moment_g`."""
         u = self._per_sample(x, g)
+        if self.spec.g_diagonal:
+            return u.square().sum(0)
         return (u.unsqueeze(-1) * u.unsqueeze(-2)).sum(0)
 
     def is_single(self, x: Tensor) -> bool:

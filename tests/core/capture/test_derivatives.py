@@ -262,3 +262,25 @@ def test_an_inner_gradient_that_the_loss_does_not_use_changes_nothing():
         kfac.step()
         results.append({"f": factors_of(kfac), "g": grads_of(model)})
     assert_same(*results)
+
+
+def test_a_weight_of_inputs_times_outputs():
+    """Conv1D of transformers has the transposed weight of a linear layer."""
+    pytest.importorskip("transformers")
+    from transformers.pytorch_utils import Conv1D
+
+    results = []
+    for is_transposed in (False, True):
+        model = network()
+        if is_transposed:
+            conv = Conv1D(8, 3)
+            conv.weight.data = model[0].weight.detach().T.clone()
+            conv.bias.data = model[0].bias.detach().clone()
+            model[0] = conv
+        kfac = kfac_of(model)
+        loss_of(force(model, points())).backward()
+        kfac.step()
+        gradient = model[0].weight.grad
+        results.append((factors_of(kfac), gradient.T if is_transposed else gradient))
+    assert_same(results[1][0], results[0][0])
+    assert_close(results[1][1], results[0][1])

@@ -334,3 +334,27 @@ def test_a_picture_without_a_batch_is_one_example():
         results.append(factors_of(kfac))
         kfac.detach()
     assert_same(*results)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("x", [torch.arange(N * T).view(N, T) % 9, torch.rand(N, T)], ids=str)
+def test_an_attribute_of_the_model_does_not_make_its_batch_one_example(x, batch_first):
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Linear(1, D) if x.is_floating_point() else nn.Embedding(9, D)
+            self.head = nn.Linear(D, 3)
+
+        def forward(self, x):
+            return self.head(self.embed(x[..., None] if x.is_floating_point() else x))
+
+    results = []
+    for has_attribute in (False, True):
+        torch.manual_seed(0)
+        model = Tagger()
+        if has_attribute:
+            model.batch_first = batch_first
+        inputs = x.to(torch.get_default_dtype()) if x.is_floating_point() else x
+        results.append(step(model, inputs, skip=[]))
+    assert_same(results[1]["factors"], results[0]["factors"])
+    assert_same(results[1]["grads"], results[0]["grads"])

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from kfac_bench import KFAC
 from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
 from kfac_bench.core.distributed.dtensor import full, local, shard_like
 from kfac_bench.core.planning.plan import METHODS, STRATEGIES, GatherGradients
@@ -494,3 +495,20 @@ def test_state_is_that_of_whole_layers(kind, strategy):
     for other, world in (("fsdp2", 4), ("tensor parallel", 2)):
         got = run_ranks(world, go_on_on_rank, other, "mem_opt", weights, [first, second])
         assert_close(got[-1], want)
+
+
+def kept_gradients_on_rank():
+    model = parallelize(Transformer(), world_mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, optimizer).attach()
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        x, y = sentences(step)
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+    return kfac.steps
+
+
+def test_attached_kfac_sees_new_gradients_in_the_same_tensors():
+    """Of a DTensor, only the version of the whole tells that backward has added to it."""
+    assert run_ranks(2, kept_gradients_on_rank) == [3, 3]

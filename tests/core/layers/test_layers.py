@@ -227,3 +227,21 @@ def test_norm_blocks_are_second_moments_of_per_sample_gradients(case, method):
     new = torch.stack([p.grad.flatten() for p in params], 1)
     assert_close(new, want)
     assert not torch.allclose(new, raw, rtol=0.1)
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+def test_a_norm_may_keep_the_diagonal_of_its_blocks(method):
+    found, x = [], torch.randn(6, 4)
+    for max_dim in (1, 2):
+        torch.manual_seed(0)
+        module = nn.BatchNorm1d(4)
+        kfac = kfac_of(module, method=method, max_dim=max_dim)
+        loss_of(module(x), len(x)).backward()
+        raw = torch.stack([p.grad for p in module.parameters()], 1)
+        kfac.step()
+        found.append(factors_of(kfac)[""]["G"])
+        new = torch.stack([p.grad for p in module.parameters()], 1)
+        if max_dim == 1:
+            damped_a = 1 + DAMPING if method == "inverse" else 1
+            assert_close(new, raw / (found[0] + DAMPING) / damped_a)
+    assert_close(found[0], found[1].diagonal(dim1=1, dim2=2))
