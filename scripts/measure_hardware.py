@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -267,7 +266,7 @@ def main() -> int:
     day = datetime.datetime.now(datetime.UTC).date()
     out.write_text(
         f"""\
-# Measured by scripts/measure_hardware.py on {day}: {_processor()}, torch {torch.__version__},
+# Measured by scripts/measure_hardware.py on {day}: {environment.cpu_name()}, torch {torch.__version__},
 # {options.device.type}, one thread per rank. All ranks are on this machine, so no link is
 # between nodes.
 network:
@@ -286,15 +285,6 @@ overlap: 0.0  # assumed: the processor that computes also sends
     )
     print(f"{out}: written")
     return 0
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def pin(threads: int) -> bool:
 def _hardware() -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": ", ".join(gpus) or "none",
@@ -113,13 +113,15 @@ def _hardware() -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return the name of the processor, or of its architecture if the system does not tell it."""
+    unnamed = platform.processor() or platform.machine()
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor()
+        return unnamed
     names = (x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
-    return next(names, platform.processor())
+    return next(names, unnamed)
 
 
 def _git_commit() -> str:

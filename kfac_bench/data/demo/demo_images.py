@@ -70,7 +70,7 @@ HIDDEN = 0.4
 """No shape is drawn if a smaller share of any shape would remain visible."""
 
 
-def make_coco(root: Path, train: int = 200, val: int = 50, size: int = 128, seed: int = 0) -> None:
+def make_coco(root: Path, train: int = 200, val: int = 50, size: int = 128) -> None:
     """Write `root/annotations/instances_{train,val}2017.json` and the images, about size x size.
 
     An image has one to five shapes. One image of ten also has a crowd, one of forty is empty. A
@@ -89,7 +89,7 @@ def make_coco(root: Path, train: int = 200, val: int = 50, size: int = 128, seed
             "categories": [{"id": id, "name": name} for id, name in CATEGORIES.items()],
         }
         for id in range(1, images + 1):
-            generator = np.random.default_rng([seed, number, id])
+            generator = np.random.default_rng([0, number, id])
             empty, crowd = id % 40 == 0, id % 10 == 0
             pixels, annotations = draw_shapes(generator, size, empty=empty, crowd=crowd)
             name = f"{id:012d}.jpg"

@@ -66,8 +66,10 @@ def write(vocabulary: Vocabulary, path: Path) -> None:
         temporary.write_text("\n".join(vocabulary.tokens) + "\n", encoding="utf-8")
 
 
-def train(texts: Iterable[str], size: int, lowercase: bool = True) -> Vocabulary:
-    """Train a vocabulary of at most `size` tokens. Equal texts give equal vocabularies.
+def train(texts: Iterable[str], size: int) -> Vocabulary:
+    """Train a vocabulary of at most `size` tokens, in lower case.
+
+    Equal texts give equal vocabularies.
 
     Raises:
         UsageError: `size` is smaller than the number of characters in the texts.
@@ -76,7 +78,7 @@ def train(texts: Iterable[str], size: int, lowercase: bool = True) -> Vocabulary
     # So it gets the most frequent characters as "special tokens", in sorted order.
     tokenizers = package()
     held = list(texts)
-    normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
+    normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
     counts: Counter[str] = Counter()
     for text in held:
         counts.update(normalizer.normalize_str(text))
@@ -89,7 +91,7 @@ def train(texts: Iterable[str], size: int, lowercase: bool = True) -> Vocabulary
             f"a vocabulary of {size} tokens is too small: the characters of this text need "
             f"{len(first)}"
         )
-    tokenizer = _empty(tokenizers, lowercase, {"[UNK]": 0})
+    tokenizer = _empty(tokenizers, True, {"[UNK]": 0})
     trainer = tokenizers.trainers.WordPieceTrainer(
         vocab_size=size, special_tokens=first, min_frequency=2, show_progress=False,
         limit_alphabet=len(alphabet),
