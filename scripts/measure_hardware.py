@@ -263,10 +263,10 @@ def main() -> int:
     if options.device.type == "cpu":
         factors = ", ".join(f"{n}: {factor:.3g}" for n, factor in crowding().items())
         crowd = f"crowding: {{{factors}}}  # measured: forward and backward, by number of ranks\n"
-    day = datetime.datetime.now(datetime.UTC).date()
+    day, processor = datetime.datetime.now(datetime.UTC).date(), environment.cpu_name()
     out.write_text(
         f"""\
-# Measured by scripts/measure_hardware.py on {day}: {environment.cpu_name()}, torch {torch.__version__},
+# Measured by scripts/measure_hardware.py on {day}: {processor}, torch {torch.__version__},
 # {options.device.type}, one thread per rank. All ranks are on this machine, so no link is
 # between nodes.
 network:

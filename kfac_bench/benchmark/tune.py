@@ -206,9 +206,7 @@ class TuningRuns:
         return [*common, *overrides_of(settings), *own]
 
 
-def words_of_trials(
-    benchmark: Benchmark, tuning: Tuning, point: Mapping[str, str]
-) -> list[str]:
+def words_of_trials(benchmark: Benchmark, tuning: Tuning, point: Mapping[str, str]) -> list[str]:
     """Return the overrides of every trial at this point of the axes.
 
     Raises:

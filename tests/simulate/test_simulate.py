@@ -537,7 +537,7 @@ def test_an_experiment_of_the_optimizer_alone_is_simulated_with_kfac_too(capsys)
     words = ["experiment=digits/autoencoder_adam", "--hardware=two_cores", "--world-size=2"]
     code, text, _ = simulate_here(capsys, *words)
     assert code == 0
-    assert {"sgd", "comm_opt"} <= {line.split()[0] for line in text.splitlines() if line}
+    assert "comm_opt" in {line.split()[0] for line in text.splitlines() if line}
 
 
 @pytest.mark.parametrize("word", ["from={}", "recipe=text_bert"])

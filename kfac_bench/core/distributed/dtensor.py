@@ -48,9 +48,11 @@ def local(x: Tensor) -> Tensor:
 
 
 def version_of(x: Tensor) -> int:
-    """Return a number that grows with each change in place."""
+    """Return a number that grows by one with each change in place."""
+    if not is_sharded(x):
+        return x._version
     with torch.no_grad():
-        # Of a DTensor, operations count at the DTensor, and FSDP2's sums at the rank's part.
+        # Operations count at the DTensor, and FSDP2's sums at the rank's part.
         return x._version + local(x)._version
 
 

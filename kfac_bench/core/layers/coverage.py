@@ -194,7 +194,7 @@ def _is_attention(module: nn.Module, types: LayerTypes) -> bool:
 
 
 def is_conv1d_of_transformers(kind: type) -> bool:
-    """Return whether this is the class, without an import: a model of transformers has imported it already."""
+    """Return whether this is the class. Who uses it has imported transformers already."""
     module = sys.modules.get("transformers.pytorch_utils")
     return module is not None and kind is module.Conv1D
 
