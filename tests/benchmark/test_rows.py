@@ -17,8 +17,8 @@ from kfac_bench.benchmark import (
     slurm_jobs,
     suite,
 )
-from kfac_bench.benchmark.result import published_values as published
 from kfac_bench.benchmark.result import axes_of, key_of
+from kfac_bench.benchmark.result import published_values as published
 from kfac_bench.cli import plan_command
 from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import compose
