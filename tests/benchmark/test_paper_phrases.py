@@ -35,7 +35,7 @@ def comments(path):
 def notes(name):
     """Return all notes of a row."""
     row = schema.load(name)
-    parts = (row, *row.profiles.values(), *row.computed, *row.published)
+    parts = (row, *row.profiles.values(), *row.computed)
     return [note for part in parts for note in part.notes]
 
 

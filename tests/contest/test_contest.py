@@ -527,7 +527,7 @@ def test_wrong_requests_are_one_line(lab, capsys):
         (["run", "demo", "run_id=x"], "run_id=x: each cell has a run directory of its own"),
         (["run", "demo", "seed=7"], "seed=7: write --seeds 7"),
         (["run", "demo", "--sbatch=--gpus=4"], "--launcher is local: add --launcher slurm"),
-        (["report", "demo", "launcher=slurm"], "launcher=slurm: write --launcher slurm"),
+        (["run", "demo", "launcher=slurm"], "launcher=slurm: write --launcher slurm"),
         (
             ["run"],
             "arguments are required: benchmark; see python -m benchmarks.contest run --help",
