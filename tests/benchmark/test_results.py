@@ -32,6 +32,7 @@ from kfac_bench.benchmark.schema import (
     Quantity,
 )
 from kfac_bench.cli import suite_command
+from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import Evaluated, RunEnded, RunStarted, TargetReached, Trained
@@ -267,6 +268,20 @@ def test_unknown_hardware_of_computed_cells_is_refused(tmp_path):
     (cell,) = computed.cells(replace(ROW, computed=[part]), str(tmp_path))
     with pytest.raises(UsageError, match=r"hardware=none: conf/hardware has no such file"):
         cell.path()
+
+
+def test_a_computed_cell_is_new_if_its_file_changes(tmp_path, monkeypatch):
+    words = ["file=work", "hardware=machine", "examples=2", "ranks=2", "strategy=comm_opt"]
+    part = Computed("simulate", {"optimizer": ["K-FAC"]}, words)
+    (cell,) = computed.cells(replace(ROW, computed=[part]), str(tmp_path / "runs"))
+    monkeypatch.setattr(compose, "CONF_DIR", tmp_path)
+    paths = []
+    for work, machine in (("a", "a"), ("b", "a"), ("b", "b")):
+        for folder, name, text in (("simulation", "work", work), ("hardware", "machine", machine)):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / f"{name}.yaml").write_text(text)
+        paths.append(cell.path())
+    assert len({*paths}) == 3
 
 
 def test_two_computed_parts_share_a_point(row, tmp_path):

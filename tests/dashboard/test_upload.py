@@ -72,7 +72,8 @@ def trained(step, **more):
 
 
 def test_a_real_run_is_sent_once_with_all_points_and_pictures(tmp_path, capsys):
-    _, path = train(tmp_path, *KFAC, "trainer.max_steps=10", "trainer.log_freq=2", "run_id=a")
+    words = ("trainer.max_steps=10", "trainer.log_freq=2", "run_id=a", "logger.tags=[paper]")
+    _, path = train(tmp_path, *KFAC, *words)
     assert call(tmp_path, "--offline") == 0
     said = capsys.readouterr().out
     count = sum(bool(metrics_of(e)) for e in read(path)) + 1
@@ -86,7 +87,7 @@ def test_a_real_run_is_sent_once_with_all_points_and_pictures(tmp_path, capsys):
         Image.open(path / item["file"]).convert("RGB").tobytes() for item in event.items
     }
     run = wandb_rows.run_record(log)
-    assert run["project"] == "kfac_bench"
+    assert (run["project"], run["tags"]) == ("kfac_bench", ["paper"])
     assert run["config"]["update"]["kfac"]["update_freq"] == 4
     assert run["config"]["update"]["environment"]["world_size"] == 1
     assert '"exit_code":0' in wandb_rows.inspect(log, "--json").replace(" ", "")

@@ -12,6 +12,7 @@ import pytest
 
 from kfac_bench.benchmark import local_runs
 from kfac_bench.distributed.backends.ddp import is_loopback, process_group
+from kfac_bench.errors import OneRankError
 from tests.reliability.faults.launch import own_port
 from tests.support import ROOT, forks
 from tests.support.quick import slow
@@ -142,3 +143,12 @@ def test_the_ranks_that_a_benchmark_starts_listen_at_loopback_addresses(tmp_path
     assert found
     assert all(is_loopback(address) for address in found), found
     assert '"interrupted"' in events.read_text()
+
+
+@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
+def test_a_variable_that_is_not_set_is_named(monkeypatch, name):
+    for each in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(each, "127.0.0.1" if each == "MASTER_ADDR" else "1")
+    monkeypatch.delenv(name)
+    with pytest.raises(OneRankError, match=f"{name} is not set"), process_group(CPU, 60.0):
+        pass

@@ -100,7 +100,7 @@ def test_a_run_directory_tells_the_whole_run(tmp_path, monkeypatch):
     assert 0 < last.nu <= 1
     assert last.stage_s
     assert last.lr == 0.05
-    assert of_kind(path, Trained)[0].cosine
+    assert all(event.cosine for event in of_kind(path, Trained))
 
     found, bad = checkpoint.find(path)
     assert (found.step, bad) == (10, [])

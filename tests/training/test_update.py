@@ -1,9 +1,15 @@
 """The clip of gradients equals a loop in plain torch, in all precisions and on ranks."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from kfac_bench.config import TrainerConfig
+from kfac_bench.errors import UsageError
+from kfac_bench.training.update import check_last_batch
 from tests.support.distributed import run_ranks
 from tests.support.runs import SMALL, config_of, train, train_here, trainer_of
 from tests.training.test_trainer import STABLE, losses_of, saved_of
@@ -74,3 +80,19 @@ def test_a_clip_on_two_ranks_equals_that_of_one_rank(tmp_path):
         torch.testing.assert_close(
             saved_of(tmp_path / "ranks")[0][name], weight, rtol=1e-3, atol=1e-4
         )
+
+
+@pytest.mark.parametrize(
+    ("train_size", "accumulate", "is_refused"),
+    [(673, 1, False), (673 * 2 + 1, 1, True), (675, 2, True), (677, 2, False)],
+)
+def test_a_rank_without_an_example_would_stop_synchronized_batch_norm(
+    train_size, accumulate, is_refused
+):
+    config = TrainerConfig(
+        batch_size=673, drop_last=False, accumulate=accumulate, sync_batch_norm=True
+    )
+    with nullcontext() if not is_refused else pytest.raises(UsageError, match="drop_last=true"):
+        check_last_batch(train_size, config, world_size=2)
+    check_last_batch(train_size, replace(config, drop_last=True), world_size=2)
+    check_last_batch(train_size, replace(config, sync_batch_norm=False), world_size=2)
