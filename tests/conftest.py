@@ -32,7 +32,7 @@ for number, handler in (
         signal.signal(number, handler)
 
 
-settings.register_profile("quick", max_examples=25)
+settings.register_profile("quick", max_examples=15)
 settings.register_profile("long", max_examples=20_000)
 
 
