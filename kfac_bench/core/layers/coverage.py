@@ -194,7 +194,7 @@ def _is_attention(module: nn.Module, types: LayerTypes) -> bool:
 
 
 def is_conv1d_of_transformers(kind: type) -> bool:
-    """Return whether this is the class. Who uses it has imported transformers already."""
+    """Return whether a class is Conv1D of transformers; a model of it has imported the package."""
     module = sys.modules.get("transformers.pytorch_utils")
     return module is not None and kind is module.Conv1D
 

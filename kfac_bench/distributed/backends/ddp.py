@@ -151,7 +151,7 @@ def _meet(timeout: timedelta) -> tuple[Store, int, int]:
                 f"the environment variable {name} is not set, so the ranks cannot meet. Start all "
                 "ranks with torchrun or srun"
             )
-    host = os.environ.get("MASTER_ADDR", "")
+    host = os.environ["MASTER_ADDR"]
     try:
         # torchrun may have opened the store before, at all addresses.
         if is_loopback(host) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -510,5 +510,5 @@ def kept_gradients_on_rank():
 
 
 def test_attached_kfac_sees_new_gradients_in_the_same_tensors():
-    """Of a DTensor, only the version of the whole tells that backward has added to it."""
+    """Backward changes the version of a DTensor, but not that of its local part."""
     assert run_ranks(2, kept_gradients_on_rank) == [3, 3]
