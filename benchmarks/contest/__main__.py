@@ -16,7 +16,7 @@ from kfac_bench.benchmark import schema
 from kfac_bench.benchmark.grid import WorkSession
 from kfac_bench.benchmark.performance_profile import profile_svg
 from kfac_bench.benchmark.schema import Benchmark
-from kfac_bench.cli import suite_command, tune_command
+from kfac_bench.cli import suite_command
 from kfac_bench.cli.entry import Parser, command_line, exit_with, say_next
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
@@ -31,16 +31,12 @@ def build_parser() -> Parser:
     """Return the parser of all subcommands."""
     parser = Parser(prog=PROGRAM, description="Tune, run and judge a contest of optimizers.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    tune_command.add_tune(commands)
     _add_study(commands)
-    suite_command.add_run(commands)
-    suite_command.add_report(commands)
     _add_tables(commands)
-    for name in ("tune", "run"):
-        run = {"tune": tune_command.tune, "run": suite_command.run}[name]
-        commands.choices[name].set_defaults(
-            run_command=lambda options, run=run: run(options, open_sitting, PROGRAM)
-        )
+    suite_command.add_run(commands)
+    commands.choices["run"].set_defaults(
+        run_command=lambda options: suite_command.run(options, open_sitting, PROGRAM)
+    )
     return parser
 
 
@@ -48,10 +44,11 @@ def _add_study(commands: argparse._SubParsersAction[Parser]) -> None:
     command = commands.add_parser(
         "study", help="tune each optimizer once in each study, and run the winners"
     )
-    command.add_argument("benchmark", help="a benchmark with studies, such as second")
+    command.add_argument("benchmark", help="a benchmark with studies, such as contest")
     command.add_argument("--tasks", default="", help="only these tasks, with commas between them")
     command.add_argument("--runs-dir", help="where run directories go (default: runs/NAME)")
-    suite_command.add_session_options(command)
+    command.add_argument("--results", type=Path, help="folder of packed results")
+    suite_command.add_minutes(command)
     command.set_defaults(run_command=_study)
     command = commands.add_parser("spaces", help="print ranges that a pilot's trials centre")
     command.add_argument("benchmark", help="a benchmark with studies whose trials have run")
@@ -75,7 +72,7 @@ def _add_tables(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def open_sitting(
-    options: argparse.Namespace, benchmark: Benchmark, part: str, runs_dir: str
+    options: argparse.Namespace, benchmark: Benchmark, runs_dir: str, part: str = "table"
 ) -> WorkSession:
     """Return the session of a command: a sitting if it has ``--results``, else a time limit.
 
@@ -93,7 +90,7 @@ def _study(options: argparse.Namespace) -> int:
     benchmark = schema.load(options.benchmark)
     setup.run_problems()
     runs_dir = options.runs_dir or f"runs/{schema.stem(options.benchmark)}"
-    session = open_sitting(options, benchmark, studies.PART, runs_dir)
+    session = open_sitting(options, benchmark, runs_dir, studies.PART)
     tasks = options.tasks.split(",") if options.tasks else []
     is_whole = studies.run_studies(benchmark, runs_dir, session, say, tasks)
     words = [options.benchmark, *(["--results", options.results] if options.results else [])]
@@ -116,15 +113,13 @@ def _spaces(options: argparse.Namespace) -> int:
 def _packed(name: str, results: Path) -> ContestResult:
     """Return the packed runs of a benchmark's table."""
     benchmark, name = schema.load(name), schema.stem(name)
-    if benchmark.axes.keys() != {"task", "optimizer"}:
+    if benchmark.tuning is None or benchmark.axes.keys() != {"task", "optimizer"}:
         raise UsageError(
-            f"{benchmark.title!r} has the axes {', '.join(benchmark.axes)}; these tables need the "
-            "axes task and optimizer. kfac-bench report makes other tables"
+            f"{benchmark.title!r} has no studies of tasks and optimizers; kfac-bench report makes "
+            "other tables"
         )
-    has_studies = (results / name / studies.PART).is_dir()
-    part = studies.PART if has_studies else "table"
-    store = ResultStore(results, name, part, tasks_of(benchmark))
-    return contest_tables.load(benchmark, store, has_studies=has_studies)
+    store = ResultStore(results, name, studies.PART, tasks_of(benchmark))
+    return contest_tables.load(benchmark, store)
 
 
 def _tables(options: argparse.Namespace) -> int:
@@ -147,7 +142,7 @@ def _tables(options: argparse.Namespace) -> int:
             say(f"figure: {path}")
     words = [options.benchmark, "--results", options.results]
     if figures:
-        say_next(command_line(f"{PROGRAM} run", words), "the runs that are missing")
+        say_next(command_line(f"{PROGRAM} study", words), "the runs that are missing")
     else:
         words += ["--svg", f"{options.benchmark}.svg"]
         say_next(command_line(f"{PROGRAM} tables", words), "draws the figure")

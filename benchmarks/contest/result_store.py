@@ -1,13 +1,11 @@
 """The finished runs of a benchmark in a folder of the repository, a packed file for each task.
 
-A machine and its folder ``runs/`` may be gone after a sitting. So ``kfac-bench tune`` and
-``kfac-bench run`` with ``--results FOLDER`` first unpack the runs of the store into ``runs/``,
-where they count as finished, and pack every run that they finish. The store is saved after each
-run: at most the run in progress is lost with a machine. Several commands may add runs to a store at
-the same time.
+A machine and its folder ``runs/`` may be gone after a sitting. So ``study`` and ``run`` with
+``--results FOLDER`` first unpack the runs of the store into ``runs/``, where they count as
+finished, and pack every run that they finish. The store is saved after each run: at most the run in
+progress is lost with a machine. Several commands may add runs to a store at the same time.
 
-The file of a task is ``FOLDER/NAME/PART/TASK.jsonl.gz``, where PART is ``tuning``, ``table`` or
-``studies``.
+The file of a task is ``FOLDER/NAME/PART/TASK.jsonl.gz``, where PART is ``table`` or ``studies``.
 """
 
 import fcntl

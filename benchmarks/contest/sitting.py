@@ -25,7 +25,6 @@ from kfac_bench.benchmark.schema import Benchmark
 from kfac_bench.config import compose
 from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
-from kfac_bench.record import score
 from kfac_bench.record.events import EVENTS_FILE, Event, RunEnded, read
 from kfac_bench.whole_files import write_text
 
@@ -204,12 +203,3 @@ def factors(baselines: Iterable[PackedRun]) -> dict[str, float]:
     medians = {name: median(values) for name, values in seconds_by_sitting(baselines).items()}
     first = next(iter(medians.values()), 1.0)
     return {name: first / seconds for name, seconds in medians.items()}
-
-
-def comparable_time_s(run: PackedRun, speed: Mapping[str, float]) -> float:
-    """Return the training seconds to target, as the first sitting's machine would have taken.
-
-    A miss is infinite. The seconds of a sitting without a baseline stay as they are.
-    """
-    # A damaged clock may give a negative time, for which a ratio has no meaning.
-    return max(0.0, score.time_to_target_s(run)) * speed.get(run.sitting, 1.0)

@@ -39,7 +39,9 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add ``kfac-bench run``."""
     command = commands.add_parser("run", help="run the cells of a benchmark and write its report")
     _add_words(command)
-    add_session_options(command)
+    # Only a clone's benchmarks/contest keeps results.
+    command.add_argument("--results", type=Path, help=argparse.SUPPRESS)
+    add_minutes(command)
     command.add_argument(
         "--launcher",
         choices=("local", "slurm"),
@@ -53,10 +55,8 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     command.set_defaults(run_command=run)
 
 
-def add_session_options(command: Parser) -> None:
-    """Add the options of commands whose work may need more time than there is."""
-    # Only the contest keeps results.
-    command.add_argument("--results", type=Path, help=argparse.SUPPRESS)
+def add_minutes(command: Parser) -> None:
+    """Add the option of commands whose work may need more time than there is."""
     command.add_argument(
         "--minutes",
         type=float,
@@ -64,10 +64,8 @@ def add_session_options(command: Parser) -> None:
     )
 
 
-def time_limit(
-    options: argparse.Namespace, benchmark: Benchmark, part: str, runs_dir: str
-) -> WorkSession:
-    """Return the session of a command of the package: a time limit, if it has one.
+def time_limit(options: argparse.Namespace, benchmark: Benchmark, runs_dir: str) -> WorkSession:
+    """Return the session of ``kfac-bench run``: a time limit, if it has one.
 
     Raises:
         UsageError: The limit is negative, or the command has ``--results``.
@@ -76,8 +74,8 @@ def time_limit(
 
     if options.results is not None:
         raise UsageError(
-            f"--results {options.results}: only the contest keeps results; in a clone write "
-            f"python -m benchmarks.contest {options.command} {options.benchmark} --results ..."
+            f"--results {options.results}: in a clone write python -m benchmarks.contest run "
+            f"{options.benchmark} --results ..."
         )
     return WorkSession(options.minutes)
 
@@ -190,7 +188,7 @@ def _rows(options: argparse.Namespace, only: str) -> list[BenchmarkRow]:
 
 def run(
     options: argparse.Namespace,
-    open_session: Callable[[argparse.Namespace, Benchmark, str, str], WorkSession] = time_limit,
+    open_session: Callable[[argparse.Namespace, Benchmark, str], WorkSession] = time_limit,
     program: str = "kfac-bench",
 ) -> int:
     """Run the cells, write the report, and print the next command."""
@@ -214,7 +212,7 @@ def run(
             guess = f", about {left_s / 60:.0f} min left in all" if done else ""
             say(f"== {number}/{len(rows)} {row.name}: {row.benchmark.title}{guess}")
         try:
-            session = open_session(options, row.benchmark, "table", str(row.folder))
+            session = open_session(options, row.benchmark, str(row.folder))
             failed += suite.run(row, say, retry=options.retry, session=session)
             if suite.has_begun(suite.attempts(row)):  # The time may have been up before that.
                 # --only chooses what runs now. The report keeps the cells that ran before.

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kfac_bench.cli.entry import Parser, command_line, say_next
-from kfac_bench.cli.suite_command import add_session_options, time_limit
+from kfac_bench.cli.suite_command import add_minutes
 from kfac_bench.output import say
-
-if TYPE_CHECKING:
-    from kfac_bench.benchmark.grid import WorkSession
-    from kfac_bench.benchmark.schema import Benchmark
 
 
 def add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -27,22 +21,19 @@ def add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument(
         "--only", default="", help="tune only experiments whose names begin with this text"
     )
-    add_session_options(command)
+    add_minutes(command)
     command.set_defaults(run_command=tune)
 
 
-def tune(
-    options: argparse.Namespace,
-    open_session: Callable[[argparse.Namespace, Benchmark, str, str], WorkSession] = time_limit,
-    program: str = "kfac-bench",
-) -> int:
+def tune(options: argparse.Namespace) -> int:
     """Tune, and print the command that runs the benchmark with the settings."""
     from kfac_bench.benchmark import schema, tune
+    from kfac_bench.benchmark.grid import WorkSession
 
     benchmark = schema.load(options.benchmark)
     runs_dir = options.runs_dir or f"runs/{schema.stem(options.benchmark)}_tuning"
     tune.check(benchmark, options.out)
-    session = open_session(options, benchmark, "tuning", runs_dir)
+    session = WorkSession(options.minutes)
     tune.tune(benchmark, runs_dir, options.out, say, options.only, session)
-    say_next(command_line(f"{program} run", [options.benchmark]), f"settings: {options.out}")
+    say_next(command_line("kfac-bench run", [options.benchmark]), f"settings: {options.out}")
     return 0

@@ -12,17 +12,11 @@ import pytest
 import yaml
 
 from benchmarks.contest import __main__ as contest_command
-from benchmarks.contest import contest_tables
+from benchmarks.contest import contest_tables, studies
 from benchmarks.contest.packed_runs import PackedRun
 from benchmarks.contest.result_store import ResultStore
-from benchmarks.contest.setup import CONF
-from benchmarks.contest.sitting import (
-    Sitting,
-    comparable_time_s,
-    factors,
-    tasks_of,
-)
-from kfac_bench.benchmark import grid, local_runs, schema, suite, trials, tune
+from benchmarks.contest.sitting import Sitting, factors, tasks_of
+from kfac_bench.benchmark import grid, local_runs, schema, suite
 from kfac_bench.benchmark.schema import Benchmark, Tuning
 from kfac_bench.cli.entry import exit_with
 from kfac_bench.config import compose, conf_files
@@ -30,7 +24,6 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record.events import RunEnded, RunStarted, TargetReached
 from tests.benchmark.test_bench import write_run
 from tests.support.configs import quick_load
-from tests.support.quick import quick_if
 
 INF = math.inf
 TASKS = ["digits/resnet", "digits/autoencoder"]
@@ -38,7 +31,6 @@ SPACE = {
     name: {"optimizer": name, "kfac": "none", "optimizer.lr": {"log": [0.01, 0.1]}}
     for name in ("sgd", "adamw")
 }
-OPTIMIZERS = yaml.safe_load((CONF / "benchmark" / "contest.yaml").read_text())["axes"]["optimizer"]
 BASELINE = ["experiment={task}", "logger=none", "trainer.target=null", "trainer.max_steps=3"]
 
 
@@ -77,9 +69,8 @@ class Lab:
     """Machines that train nothing: a run writes the events that ``seconds(config)`` decides."""
 
     def __init__(self, tmp_path, monkeypatch):
-        self.results, self.out = tmp_path / "results", tmp_path / "out"
+        self.results = tmp_path / "results"
         self.results.mkdir()
-        self.out.mkdir()
         self.trained, self.said, self.count = [], [], 0
         self.slower = 1.0
         self.now_s = 0.0
@@ -112,16 +103,15 @@ class Lab:
         self.trained.clear()
         self.said.clear()
 
-    def sitting(self, benchmark, part="tuning", minutes=None):
+    def sitting(self, benchmark, part=studies.PART, minutes=None):
         runs_dir = Path(f"machine n\u00b0{self.count}") / part  # Hydra takes this in quotes only
         store = ResultStore(self.results, "contest", part, tasks_of(benchmark))
         now = lambda: self.now_s  # noqa: E731
         return Sitting(benchmark, runs_dir, self.said.append, store, minutes, now), str(runs_dir)
 
-    def tune(self, benchmark, minutes=None, only=""):
+    def study(self, benchmark, minutes=None, tasks=()):
         sitting, runs_dir = self.sitting(benchmark, minutes=minutes)
-        tune.tune(benchmark, runs_dir, self.out, self.said.append, only, sitting)
-        return sitting
+        return studies.run_studies(benchmark, runs_dir, sitting, self.said.append, tasks)
 
     def run(self, benchmark, minutes=None, retry=False):
         sitting, runs_dir = self.sitting(benchmark, "table", minutes)
@@ -129,7 +119,7 @@ class Lab:
         row = suite.BenchmarkRow("contest", benchmark, "", None, cells, [], Path(runs_dir))
         return suite.run(row, self.said.append, retry=retry, session=sitting)
 
-    def store(self, part="tuning"):
+    def store(self, part=studies.PART):
         return ResultStore(self.results, "contest", part, TASKS)
 
     def baselines(self):
@@ -139,58 +129,22 @@ class Lab:
 # ---- sittings ----
 
 
-def test_tuning_goes_on_on_another_machine(lab):
-    """Cut into sittings of a few trials, the tuning trains the same trials and finds the same."""
-    tasks = TASKS[:1]
-    benchmark = contest(axes={"task": tasks, "optimizer": ["sgd", "adamw"]})
-    benchmark.tuning.patience = 100.0  # no trial is stopped
-    whole = lab.tune(benchmark).store
-    files = {p.name: p.read_text() for p in lab.out.rglob("*.yaml")}
-    tables = [line for line in lab.said if line.startswith("**")]
-    expected = sorted((r.task, *r.key) for t in tasks for r in whole.runs(t, "trial"))
-    assert len(expected) == 2 * 2 * 2
-    for path in (*lab.results.rglob("*.gz"), *lab.out.rglob("*.yaml")):
-        path.unlink()
-    seen, sittings = [], 0
-    while True:
-        sittings += 1
-        lab.new_machine()
-        lab.tune(benchmark, minutes=3)
-        seen += [c for c in lab.trained if c.trainer.target is not None]
-        if not (said := [line for line in lab.said if "time is up" in line]):
-            break
-        assert not list(lab.out.rglob("*.yaml")) or " 0 of 8 trials are left" in said[0]
-    assert sittings >= 3
-    assert {p.name: p.read_text() for p in lab.out.rglob("*.yaml")} == files
-    assert [line for line in lab.said if line.startswith("**")] == tables
-    found = [(r.task, *r.key) for t in tasks for r in lab.store().runs(t, "trial")]
-    assert sorted(found) == expected
-    finals = sum(len(lab.store().runs(t, "final")) for t in tasks)
-    assert len(seen) == len(found) + finals, "a finished trial was trained again"
-    lab.new_machine()
-    lab.tune(benchmark)
-    assert lab.trained == []
-
-
 def test_the_time_limit_says_what_is_left_and_starts_nothing_more(lab):
-    lab.tune(contest(), minutes=2)  # each run takes 30 s, baselines, too
+    assert not lab.study(contest(), minutes=2)  # each run takes 30 s, baselines, too
     assert len(lab.trained) == 4
-    assert lab.said[-1] == (
-        "time is up: 14 of 16 trials are left, and the winners' runs on the seeds of other "
-        "studies; the same command continues"
-    )
+    assert lab.said[-1] == "time is up; the same command continues"
     assert lab.run(contest(), minutes=1) == 0
     assert lab.said[-1].startswith("time is up: 7 of 8 cells are left")
 
 
 def test_each_turn_of_a_sitting_has_a_baseline_of_each_task(lab):
-    lab.tune(contest(), only="contest/digits/resnet")
+    lab.study(contest(), tasks=["digits/resnet"])
     names = [c.run_id for c in lab.baselines()]
     sitting = next(iter(lab.store().runs("digits/resnet", "baseline"))).sitting
-    turns = 2 * 2 + 2  # trials of two studies, and the seeds of the winners' other runs
+    turns = 2 * 3  # of each study: trials, finalists and the winner
     assert names == [f"baseline-digits-resnet-{sitting}-{i}" for i in range(turns)]
     first = [c.trainer.target is None for c in lab.trained[:7]]
-    assert first == [True, False, False] * 2 + [True]
+    assert first == [True, *[False] * 4, True, False]
     assert lab.store().runs("digits/autoencoder", "baseline") == []
 
 
@@ -216,10 +170,10 @@ def test_seconds_of_a_slower_machine_are_scaled(lab):
 def test_a_trial_is_not_stopped_by_the_time_of_another_machine(lab):
     benchmark = contest(axes={"task": TASKS[:1], "optimizer": ["sgd"]})
     benchmark.tuning.trials, benchmark.tuning.patience = 3, 2.0
-    lab.tune(benchmark, minutes=0.9)
+    lab.study(benchmark, minutes=0.9)
     best_s = lab.seconds(lab.trained[-1])
     lab.new_machine(slower=50.0)
-    lab.tune(benchmark)
+    lab.study(benchmark)
     limits = [c.trainer.max_train_s for c in lab.trained if c.trainer.target is not None]
     assert limits[0] is None
     assert limits[1] == pytest.approx(2 * 50 * lab.seconds(lab.trained[1]))
@@ -242,11 +196,11 @@ def test_a_failed_process_is_a_miss_that_is_kept(lab, monkeypatch):
     benchmark = contest(baseline=[])
     monkeypatch.setattr(local_runs, "train_forked", lambda overrides: (1, "no memory"))
     assert lab.run(benchmark) == 8
-    lab.tune(benchmark)
+    lab.study(benchmark)
     lab.new_machine()
     monkeypatch.setattr(local_runs, "train_forked", lab.train)
     lab.run(benchmark)
-    lab.tune(benchmark)
+    lab.study(benchmark)
     assert lab.trained == []
     found = lab.store("table").runs("digits/resnet", "table")
     assert all("no memory" in run.failure for run in found)
@@ -311,11 +265,10 @@ def test_an_interrupted_trial_ends_the_tuning_and_is_no_miss(lab, monkeypatch):
     with monkeypatch.context() as stopped:
         stopped.setattr(local_runs, "train_forked", lambda overrides: (143, "bye"))
         with pytest.raises(KeyboardInterrupt):
-            lab.tune(benchmark)
+            lab.study(benchmark)
         with pytest.raises(KeyboardInterrupt):
-            lab.tune(replace(benchmark, baseline=[]))
-    assert not list(lab.out.rglob("*.yaml"))
-    lab.tune(benchmark)
+            lab.study(replace(benchmark, baseline=[]))
+    lab.study(benchmark)
     assert len(lab.store().runs(TASKS[0], "trial")) == 4
 
 
@@ -332,10 +285,9 @@ def test_a_baseline_that_fails_says_so(lab, monkeypatch):
 
 def test_a_rule_that_is_not_frozen_does_not_meet_held_out_tasks(lab, monkeypatch):
     held = {"held_out": TASKS[1:], "frozen": {"adamw": ""}}
-    lab.tune(contest(**held))
+    lab.study(contest(**held))
     met = {(c.optimizer.name, c.model.name) for c in lab.trained if c.trainer.target is not None}
     assert met == {("sgd", "resnet8"), ("adamw", "resnet8"), ("sgd", "autoencoder")}
-    assert "contest/digits/autoencoder_adamw is left out: the task is held out" in lab.said[0]
     monkeypatch.setattr(schema, "load", lambda name: contest(**held))
     row = suite.row("contest", None)
     assert row.left_out == [f"digits/autoencoder adamw seed {seed}" for seed in (10, 11)]
@@ -362,36 +314,19 @@ def test_wrong_marks_are_refused(tmp_path, monkeypatch, change, fragment):
         schema.load("x")
 
 
-def test_the_contest_is_what_its_issue_asks_for():
+def test_no_optimizer_of_the_contest_has_seen_its_tasks():
     found = schema.load("contest")
-    assert len(found.axes["task"]) == 8
-    assert len(found.held_out) == 4
-    assert all(task.startswith("heldout/") for task in found.held_out)
-    assert found.tuning.space.keys() == found.tuning.labels.keys() == set(found.axes["optimizer"])
-    assert found.each["task"]["heldout/fashion_resnet"] == ["trainer.max_train_s=30"]
+    assert [*found.held_out] == sorted(found.axes["task"], key=found.held_out.index)
+    assert found.frozen.keys() == set(found.axes["optimizer"])
     baseline = [schema.fill_in(w, {"task": "embedded/pictures_unet"}) for w in found.baseline]
     config = compose.load(baseline)
-    assert (config.trainer.target, config.trainer.max_steps, config.seed) == (None, 100, 99)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    quick_if(lambda name: name in ("kfac", "eigen_adam"), OPTIMIZERS),
-)
-def test_trials_of_the_contest_can_be_composed(optimizer):
-    tuning = schema.load("contest").tuning
-    settings = trials.trial_settings(tuning, optimizer)
-    assert len(settings) == 6
-    words = [schema.fill_in(w, {"task": "embedded/digits_resnet"}) for w in tuning.overrides]
-    found = compose.load([*words, *trials.overrides_of(settings[0])])
-    assert found.trainer.max_train_s == 15
-    assert found.optimizer.name == settings[0]["optimizer"]
+    assert (config.trainer.target, config.trainer.max_steps, config.seed) == (None, 50, 99)
 
 
 def test_options_of_a_task_hold_for_trials_and_for_the_table(lab):
     each = {"task": {"digits/resnet": ["trainer.max_train_s=1.05"]}}
     benchmark = contest(each=each, baseline=[])
-    lab.tune(benchmark)
+    lab.study(benchmark)
     lab.run(benchmark)
     limits = {c.model.name: set() for c in lab.trained}
     for config in lab.trained:
@@ -411,22 +346,19 @@ def packed(optimizer, task, seed, seconds, sitting="1"):
     )
 
 
-def test_the_score_table_has_subsets_and_names_slow_tasks(lab):
-    benchmark = contest(held_out=TASKS[1:])
-    store = lab.store("table")
+def test_the_score_table_names_slow_tasks(lab):
+    store = lab.store()
     for seed in (10, 11, 12):
         store.add(packed("sgd", TASKS[0], seed, 2.0))
         store.add(packed("adamw", TASKS[0], seed, 1.0))
         store.add(packed("sgd", TASKS[1], seed, 3.0))
         store.add(packed("adamw", TASKS[1], seed, 3.3))
-    scores, ratios, times, sittings = contest_tables.tables(contest_tables.load(benchmark, store))
-    assert scores.columns[1:4] == ["score", "score other tasks", "score held out"]
+    found = contest_tables.load(contest(), store)
+    scores, _, ratios, times, sittings = contest_tables.tables(found)
     assert scores.rows == [
-        ["adamw", "0.983 (0.983 to 0.983)", "1 (1 to 1)", "0.967 (0.967 to 0.967)",
-         pytest.approx(1.1), "none"],
-        ["sgd", "0.833 (0.833 to 0.833)", "0.667 (0.667 to 0.667)", "1 (1 to 1)", 2.0,
-         "digits/resnet 2"],
-    ]  # fmt: skip
+        ["adamw", "0.983 (0.983 to 0.983)", pytest.approx(1.1), "none"],
+        ["sgd", "0.833 (0.833 to 0.833)", 2.0, "digits/resnet 2"],
+    ]
     assert [row[0] for row in ratios.rows] == ["adamw", "sgd"]
     assert times.rows[0] == ["digits/resnet", "sgd", "3 of 3", 10, "2 (2 to 2)", 2.0]
     assert [row[3] for row in sittings.rows] == [6, 6]
@@ -439,11 +371,11 @@ def test_a_contest_that_is_not_complete_says_so(lab):
     store.add(packed("sgd", TASKS[0], 10, 2.0))
     [scores, *_] = contest_tables.tables(contest_tables.load(contest(), store))
     assert any("Not run yet, and not counted: digits/autoencoder" in n for n in scores.notes)
-    assert "digits/resnet: only 1 of 2 seeds have run" in scores.notes
+    assert "digits/resnet: only 1 of 2 studies have run" in scores.notes
     store.add(packed("sgd", TASKS[0], 11, 2.0))
     store.add(packed("adamw", TASKS[0], 10, 2.0))
     [scores, *_] = contest_tables.tables(contest_tables.load(contest(), store))
-    assert "digits/resnet: optimizers have between 1 and 2 seeds" in scores.notes
+    assert "digits/resnet: optimizers have between 1 and 2 studies" in scores.notes
 
 
 def test_optimizers_with_the_same_label_stay_apart(lab):
@@ -456,23 +388,6 @@ def test_optimizers_with_the_same_label_stay_apart(lab):
     assert times == {"adamw": [2.0], "adamw (adamw)": [1.0]}
 
 
-def test_an_optimizer_that_died_on_a_task_keeps_its_name_there(lab):
-    benchmark = contest(tuning=None)
-    store = lab.store("table")
-    for task in TASKS:
-        for optimizer in ("sgd", "adamw"):
-            run = packed(optimizer, task, 10, 2.0)
-            label = {"label": optimizer.upper()}
-            started = RunStarted(0, 0.0, "a", "x", True, label, {})
-            store.add(replace(run, events=(started, *run.events)))
-    dead = replace(packed("sgd", TASKS[0], 10, INF), events=(), failure="no memory")
-    store.add(dead)
-    times = contest_tables.load(benchmark, store).times()
-    assert [*times] == TASKS
-    assert times[TASKS[0]] == {"SGD": [INF], "ADAMW": [2.0]}
-    assert times[TASKS[1]] == {"SGD": [2.0], "ADAMW": [2.0]}
-
-
 def test_a_later_run_replaces_one_with_the_same_key(lab):
     store = lab.store("table")
     store.add(packed("sgd", TASKS[0], 10, 2.0))
@@ -483,7 +398,6 @@ def test_a_later_run_replaces_one_with_the_same_key(lab):
 def test_speeds_without_a_finished_baseline_are_not_scaled():
     died = replace(packed("sgd", "a", 1, INF), kind="baseline", events=(RunEnded(1, 2, "failed"),))
     assert factors([died]) == {}
-    assert comparable_time_s(packed("sgd", "a", 1, 2.5), {}) == 2.5
 
 
 @pytest.mark.parametrize(("device", "name"), [("cpu", "A CPU"), ("cuda:0", "A GPU")])
@@ -532,11 +446,11 @@ def test_wrong_requests_are_one_line(lab, capsys):
             ["run"],
             "arguments are required: benchmark; see python -m benchmarks.contest run --help",
         ),
-        (["run", "contest", "--results", "no_such"], "--results no_such: no such folder"),
+        (["study", "contest", "--results", "no_such"], "--results no_such: no such folder"),
         (["run", "demo", "--only", "x"], "--only x: no cell begins with this text; cells are "),
         (["run", "all", "--only", "x"], "need one benchmark instead of all"),
         (["run", "all", "--minutes", "0"], "need one benchmark instead of all"),
-        (["tables", "one_rate", "--results", "."], "has the axes task, setting"),
+        (["tables", "claim2_intervals", "--results", "."], "has no studies"),
         (["run", "demo", "--launcher=slurm", "--minutes", "3"], "do not fit --launcher slurm"),
     ]:
         with pytest.raises(SystemExit) as caught:
@@ -552,13 +466,13 @@ def test_wrong_requests_are_one_line(lab, capsys):
 
 
 @pytest.mark.slow
-def test_a_real_contest_from_tuning_to_its_tables(tmp_path, monkeypatch, capsys):
-    """Tune, run and report with real trials; then again with the results alone."""
+def test_a_real_contest_from_trials_to_its_tables(tmp_path, monkeypatch, capsys):
+    """Run a study with real trials, and its tables; then again with the results alone."""
     easy = ["trainer.predictions=0", "model.hidden=[16]", "trainer.target=8", "logger=none"]
     tree = {
         "title": "Tiny",
         "axes": {"task": ["digits/autoencoder"], "optimizer": ["adam"]},
-        "overrides": ["experiment={task}", "optimizer={optimizer}", "optimizer.lr=0.01", *easy],
+        "overrides": [],
         "seeds": [10],
         "baseline": [*BASELINE, "model.hidden=[16]", "trainer.predictions=0"],
         "tuning": {
@@ -566,24 +480,21 @@ def test_a_real_contest_from_tuning_to_its_tables(tmp_path, monkeypatch, capsys)
             "trials": 1,
             "seeds": [1],
             "space": {"adam": {"optimizer": "adam", "optimizer.lr": {"log": [0.01, 0.03]}}},
-            "experiment": "tiny/{task}_{optimizer}",
+            "experiment": "",
         },
     }
     tiny = Benchmark(**(tree | {"tuning": Tuning(**tree["tuning"])}))
     monkeypatch.setattr(schema, "load", lambda name: tiny)
     monkeypatch.chdir(tmp_path)
     Path("results").mkdir()
-    tune_words = ["tune", "tiny", "--out", ".", "--results", "results"]
-    run_words = ["run", "tiny", "--results", "results", "--minutes", "30"]
     for machine in (1, 2):
-        for words in (tune_words, run_words):
-            with pytest.raises(SystemExit) as caught:
-                command(words)
-            assert caught.value.code == 0, words
+        with pytest.raises(SystemExit) as caught:
+            command(["study", "tiny", "--results", "results", "--minutes", "30"])
+        assert caught.value.code == 0
         said = capsys.readouterr().out
-        # A trial, a cell and two baselines; the second machine trains nothing.
+        # A trial on three seeds, the winner and three baselines; the second machine trains nothing.
         took = [r.name for r in Path().glob("runs/*/*") if (r / "checkpoints").exists()]
-        assert len(took) == (4 if machine == 1 else 0), took
+        assert len(took) == (7 if machine == 1 else 0), took
         Path("runs").rename(f"machine{machine}")
         assert ("finished runs taken from the results" in said) == (machine == 2)
     page = Path("page.md")
@@ -601,14 +512,14 @@ def test_a_real_contest_from_tuning_to_its_tables(tmp_path, monkeypatch, capsys)
             command([*words, *more])
     said = capsys.readouterr().out
     assert said.endswith(
-        "next: python -m benchmarks.contest run tiny --results results   "
+        "next: python -m benchmarks.contest study tiny --results results   "
         "(the runs that are missing)\n"
     )
-    tables = said.split("**Scores")[1].split("figure:")[0]
+    tables = said.split("**Scores: ")[1].split("figure:")[0]
     assert "| adam | 1 (1 to 1) | 1 | none |" in tables
     begin = "<!-- made by python -m benchmarks.contest tables tiny --into -->\n\n"
     picture = f"![{contest_command.ALTERNATIVE}](tiny.svg)\n\n"
-    made = f"{begin}{picture}**Scores{tables}{contest_tables.END}"
+    made = f"{begin}{picture}**Scores: {tables}{contest_tables.END}"
     assert page.read_text() == f"before\n{made}\nafter\n"
     assert Path("p.svg").read_text().startswith("<svg")
     assert Path("tiny.svg").read_text() == Path("p.svg").read_text()

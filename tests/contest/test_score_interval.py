@@ -35,7 +35,7 @@ def by_definition(times, name, resamples=4000):
 
 @pytest.mark.parametrize("name", ["A", "B"])
 def test_intervals_equal_those_of_the_definition(name):
-    found = contest_tables.score_intervals(TIMES, TIMES)[name]
+    found = contest_tables.score_intervals(TIMES)[name]
     assert found.score == performance_profile.scores(contest_tables.medians(TIMES))[name]
     low, high = by_definition(TIMES, name)
     assert found.low == pytest.approx(low, abs=0.02)
@@ -43,18 +43,15 @@ def test_intervals_equal_those_of_the_definition(name):
     assert found.low < found.score < found.high or name == "B"
 
 
-def test_equal_seeds_have_no_interval_and_subsets_count_alone():
+def test_equal_times_have_no_interval():
     times = {"a": {"A": [2.0] * 5, "B": [4.0] * 5}, "b": {"A": [9.0], "B": [3.0], "C": [3.0]}}
-    found = contest_tables.score_intervals(times, ["a"])
-    assert found.keys() == {"A", "B"}
-    assert found["B"] == contest_tables.ScoreInterval(*[pytest.approx(2 / 3)] * 3)
-    both = contest_tables.score_intervals(times, times)
-    assert both["C"].score == both["C"].low == both["C"].high == 0.5  # it did not run on a
-    assert contest_tables.score_intervals(times, []) == {}
+    found = contest_tables.score_intervals(times)
+    assert found["B"] == contest_tables.ScoreInterval(*[pytest.approx((2 / 3 + 1) / 2)] * 3)
+    assert found["C"].score == found["C"].low == found["C"].high == 0.5  # it did not run on a
 
 
 def test_zero_times_and_unsolved_tasks_have_scores():
     times = {"a": {"A": [0.0], "B": [1.0]}, "b": {"A": [INF], "B": [INF]}}
-    found = contest_tables.score_intervals(times, times)
+    found = contest_tables.score_intervals(times)
     assert (found["A"].low, found["A"].high) == (0.5, 0.5)
     assert (found["B"].low, found["B"].high) == (0.0, 0.0)

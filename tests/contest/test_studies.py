@@ -3,14 +3,16 @@
 import hashlib
 import math
 import runpy
+import shutil
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from benchmarks.contest import contest_tables, definitions, setup, spaces, studies
+from benchmarks.contest import contest_tables, definitions, setup, spaces
 from benchmarks.contest.interpolated import Reached, reached
 from kfac_bench.benchmark import schema
 from kfac_bench.benchmark.trials import trial_settings
@@ -20,7 +22,6 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated, RunStarted, TargetReached
 from tests.contest.test_contest import TASKS, lab  # noqa: F401
 from tests.contest.test_contest import contest as small_contest
-from tests.contest.test_contest_files import WITH_STUDIES
 from tests.support.quick import quick_if
 
 INF = math.inf
@@ -33,9 +34,9 @@ def contest(**changes):
     return benchmark
 
 
-def run(lab, benchmark, **options):  # noqa: F811
-    sitting, runs_dir = lab.sitting(benchmark, studies.PART, options.pop("minutes", None))
-    return studies.run_studies(benchmark, runs_dir, sitting, lab.said.append, **options)
+def kept(lab, task):  # noqa: F811
+    store = lab.store()
+    return [run for kind in ("trial", "final", "table") for run in store.runs(task, kind)]
 
 
 def seeds(lab, optimizer, task):  # noqa: F811
@@ -46,7 +47,7 @@ def seeds(lab, optimizer, task):  # noqa: F811
 
 class TestStudies:
     def test_each_study_has_trials_finalists_and_a_fresh_seed(self, lab):  # noqa: F811
-        assert run(lab, contest())
+        assert lab.study(contest())
         # Two trials of each study, both again on two more seeds, then the winner.
         study = [1, 1, *[1000, 1001] * 2, 10], [2, 2, *[2000, 2001] * 2, 11]
         assert seeds(lab, "sgd", "digits/resnet") == [*study[0], *study[1]]
@@ -56,49 +57,56 @@ class TestStudies:
         lab.seconds = lambda c: 1.0 if (c.seed, c.optimizer.lr) == (1, first) else (
             5.0 if c.optimizer.lr == first else 2.0
         )  # fmt: skip
-        run(lab, contest(axes={"task": TASKS[:1], "optimizer": ["sgd"]}))
-        (winner,) = [r for r in lab.store(studies.PART).runs(TASKS[0], "table") if r.seed == 10]
+        lab.study(contest(axes={"task": TASKS[:1], "optimizer": ["sgd"]}))
+        (winner,) = [r for r in lab.store().runs(TASKS[0], "table") if r.seed == 10]
         assert winner.settings["optimizer.lr"] == second
 
     def test_an_optimizer_may_have_fewer_studies(self, lab):  # noqa: F811
         benchmark = contest()
         benchmark.tuning.studies = {"adamw": 1}
-        run(lab, benchmark)
+        lab.study(benchmark)
         assert {*seeds(lab, "adamw", "digits/resnet")} == {1, 1000, 1001, 10}
         assert 2001 in seeds(lab, "sgd", "digits/resnet")
 
     @pytest.mark.slow
     def test_a_new_machine_continues(self, lab):  # noqa: F811
-        assert not run(lab, contest(), minutes=5)
-        before = len([c for c in lab.trained if c.trainer.target is not None])
-        lab.new_machine(slower=2.0)
-        assert run(lab, contest())
-        after = len([c for c in lab.trained if c.trainer.target is not None])
-        assert before + after == 2 * 2 * 14
-        assert min(before, after) > 0
+        """Cut into sittings of a few runs, the studies train the same runs, each once."""
+        assert lab.study(contest())
+        whole = {(task, *run.key) for task in TASKS for run in kept(lab, task)}
+        shutil.rmtree(lab.results / "contest")
+        trained = 0
+        for sittings in count(1):
+            lab.new_machine(slower=float(sittings))
+            is_whole = lab.study(contest(), minutes=10)
+            trained += len([c for c in lab.trained if c.trainer.target is not None])
+            if is_whole:
+                break
+        assert sittings >= 3
+        assert {(task, *run.key) for task in TASKS for run in kept(lab, task)} == whole
+        assert trained == 2 * 2 * 14
         lab.new_machine()
-        assert run(lab, contest())
+        assert lab.study(contest())
         assert not lab.trained
 
     def test_a_setting_that_missed_is_not_run_on_more_seeds(self, lab):  # noqa: F811
         lab.seconds = lambda c: INF
-        run(lab, contest(axes={"task": TASKS[:1], "optimizer": ["sgd"]}))
+        lab.study(contest(axes={"task": TASKS[:1], "optimizer": ["sgd"]}))
         assert seeds(lab, "sgd", TASKS[0]) == [1, 1, 10, 2, 2, 11]
 
     def test_only_some_tasks(self, lab):  # noqa: F811
-        assert run(lab, contest(), tasks=[TASKS[1]])
+        assert lab.study(contest(), tasks=[TASKS[1]])
         assert not seeds(lab, "sgd", TASKS[0])
         with pytest.raises(UsageError, match="--tasks digits/x: no such task; there are digits/"):
-            run(lab, contest(), tasks=["digits/x"])
+            lab.study(contest(), tasks=["digits/x"])
 
     def test_a_seed_of_the_table_is_needed_for_each_study(self, lab):  # noqa: F811
         with pytest.raises(UsageError, match="no tuning with a seed of the table per study"):
-            run(lab, contest(seeds=[10]))
+            lab.study(contest(seeds=[10]))
 
     def test_the_tables_count_studies(self, lab):  # noqa: F811
         benchmark = contest()
-        run(lab, benchmark)
-        result = contest_tables.load(benchmark, lab.store(studies.PART), has_studies=True)
+        lab.study(benchmark)
+        result = contest_tables.load(benchmark, lab.store())
         scores, by_definition, _, times, _ = contest_tables.tables(result)
         assert "over studies" in scores.notes[0]
         assert [row[2] for row in times.rows] == ["2 of 2"] * 4
@@ -110,7 +118,7 @@ class TestStudies:
         assert result.trials[TASKS[0]]["sgd"] == pytest.approx(want)
 
 
-@pytest.mark.parametrize("name", quick_if("second".__eq__, WITH_STUDIES))
+@pytest.mark.parametrize("name", quick_if("contest".__eq__, ["pilot", "contest"]))
 def test_the_first_trial_of_each_optimizer_composes(name):
     setup.run_problems()
     benchmark = schema.load(name)
@@ -145,14 +153,14 @@ def test_a_held_out_problem_is_frozen_and_covered(name):
 
 def test_a_pilot_centres_the_ranges(lab):  # noqa: F811
     benchmark = contest()
-    store = lab.store(studies.PART)
+    store = lab.store()
     with pytest.raises(UsageError, match="digits/resnet, sgd: trials are missing; run study first"):
         spaces.centred(benchmark, store)
-    run(lab, benchmark)
+    lab.study(benchmark)
     best = min(
         s["optimizer.lr"] for i in (0, 1) for s in trial_settings(benchmark.tuning, "sgd", i)
     )
-    low, high = spaces.centred(benchmark, lab.store(studies.PART))["sgd"]["optimizer.lr"]["log"]
+    low, high = spaces.centred(benchmark, lab.store())["sgd"]["optimizer.lr"]["log"]
     assert low == pytest.approx(max(0.01, best / 1.5), rel=0.05)
     assert high == pytest.approx(best * 1.5, rel=0.05)
 
