@@ -115,7 +115,7 @@ class Problem:
         return self._loss_parameters[:1] == ["model"]
 
     def name_of_model(self, error: str) -> str | None:
-        """Return the first parameter of a loss that takes it for the model, as far as one can tell.
+        """Return the loss's first parameter if the loss seems to use this parameter as the model.
 
         Args:
             error: What happened when the loss got the output of the model instead.

@@ -115,7 +115,7 @@ class Cell:
 
     def rank_command(self) -> list[str]:
         """Return the command of one rank."""
-        return local_runs.rank_command(self._named())
+        return local_runs.local_command(self._named(), 1)
 
     def command(self) -> list[str]:
         """Return the command that runs all ranks on this machine."""
@@ -168,6 +168,11 @@ def cells(
                 texts += options_of_value(benchmark, sized, axis, value)
             overrides, ranks = _filled_in(texts, words)
             overrides = (*overrides, *more, f"seed={seed}", path_word("runs_dir", runs_dir))
+            if recipe := next((w for w in overrides if w.startswith("recipe=")), None):
+                raise UsageError(
+                    f"{recipe}: a recipe changes with the number of ranks. Write its options "
+                    "instead, or name an experiment"
+                )
             result.append(Cell(label, overrides, ranks, point, seed, before=first))
     return result
 

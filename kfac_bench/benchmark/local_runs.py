@@ -118,11 +118,6 @@ def local_command(overrides: Sequence[str], ranks: int) -> list[str]:
     return [sys.executable, "-m", *program, "recipe=none", *overrides]
 
 
-def rank_command(overrides: Sequence[str]) -> list[str]:
-    """Return the command of one rank, for srun to start on every rank."""
-    return local_command(overrides, 1)
-
-
 def run_command(command: Sequence[str]) -> tuple[int, str]:
     """Run the command; return its exit code and the line that names the error.
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 from kfac_bench.benchmark import suite
 from kfac_bench.benchmark.result import Line, Measured, how_computed
@@ -90,7 +91,10 @@ def verdict_tables(rows: Sequence[BenchmarkRow]) -> list[Table]:
                 Table(title, ["claim", "verdict"], [_verdict_row(each) for each in shown])
             )
     behind: list[Sequence[Value]] = [
-        [each.claim.name or each.claim.text, *vars(number).values()]
+        [
+            "our goal: " * each.claim.goal + (each.claim.name or each.claim.text),
+            *vars(number).values(),
+        ]
         for each in judged
         for number in each.numbers
     ]
@@ -119,11 +123,12 @@ def _judge_row(row: BenchmarkRow) -> list[Judgement]:
     claims = row.benchmark.claims
     if not claims:
         return []
+    labels = row.benchmark.tuning.labels if row.benchmark.tuning is not None else {}
     found = suite.attempts(row)
     states = [attempt.state for attempt in found]
     quantities = row.benchmark.quantities
     if row.is_part or AttemptState.NEW in states or AttemptState.STARTED in states:
-        return [without_numbers(claim) for claim in claims]
+        return [without_numbers(claim, labels) for claim in claims]
     failed = [a for a in found if a.state in (AttemptState.FAILED, AttemptState.BLOCKED)]
     if failed:
         # A process may fail because data are missing, which says nothing about a claim.
@@ -132,16 +137,16 @@ def _judge_row(row: BenchmarkRow) -> list[Judgement]:
     lines = suite.results(row, found)
     seeds = len({cell.seed for cell in row.cells})
     how = _HOW_COMPUTED[how_computed(row.benchmark)]
-    return [judge(claim, lines, quantities, seeds, how) for claim in claims]
+    return [judge(claim, lines, quantities, seeds, how, labels) for claim in claims]
 
 
-def without_numbers(claim: Claim) -> Judgement:
+def without_numbers(claim: Claim, labels: Mapping[str, str]) -> Judgement:
     """Return the verdict on a claim before all runs have ended: its limits are known already."""
     if claim.not_testable:
         return Judgement(claim, Verdict.NOT_TESTABLE, reason=claim.not_testable)
     state = CheckState.NOT_RUN.value
     numbers = [
-        CheckedNumber(_what_ran(check), "", check.quantity, "", _limit(check), state)
+        CheckedNumber(_what_ran(check.at, labels), "", check.quantity, "", _limit(check), state)
         for check in claim.checks
     ]
     return Judgement(claim, Verdict.NOT_RUN, numbers)
@@ -153,6 +158,7 @@ def judge(
     quantities: Mapping[str, Quantity],
     seeds: int,
     how: str = _HOW_COMPUTED["computed"],
+    labels: Mapping[str, str] = MappingProxyType({}),
 ) -> Judgement:
     """Return the verdict on a claim whose runs have ended.
 
@@ -162,14 +168,15 @@ def judge(
         quantities: The quantities of the table, by name.
         seeds: Number of seeds of each cell. A part of the seeds decides nothing.
         how: Where a number comes from that no run measured.
+        labels: Names of optimizers in the table.
     """
     if claim.not_testable:
-        return without_numbers(claim)
+        return without_numbers(claim, labels)
     states, numbers = [], []
     for check in claim.checks:
         line = _line_at(check.quantity, check.at, lines)
         states.append(_state(check, line, seeds))
-        numbers.append(_checked(check, line, lines, quantities, states[-1], how))
+        numbers.append(_checked(check, line, lines, quantities, states[-1], how, labels))
     if CheckState.FAILS in states:
         verdict = Verdict.NOT_SUPPORTED
     elif CheckState.NO_NUMBER in states:
@@ -188,21 +195,22 @@ def _checked(
     quantities: Mapping[str, Quantity],
     state: CheckState,
     how: str,
+    labels: Mapping[str, str],
 ) -> CheckedNumber:
     quantity = quantities.get(check.quantity, Quantity())
     own = other = ""
     if quantity.of:
         own = f"{quantity.of}: {_number(_line_at(quantity.of, check.at, lines))}"
         base = _number(_line_at(quantity.of, {**check.at, **quantity.against}, lines))
-        other = f"{', '.join(quantity.against.values())}: {base}"
+        other = f"{_what_ran(quantity.against, labels)}: {base}"
     number = _number(line, with_interval=True)
     if line is not None and line.measured is None:
         number += f" ({how})"
     said = state.value
     if state is CheckState.OPEN and line is not None and line.measured is not None:
         said += f": {counted(line.measured.seeds, 'seed')}"
-    limit = _limit(check)
-    return CheckedNumber(_what_ran(check), own, other or check.quantity, number, limit, said)
+    what_ran = _what_ran(check.at, labels)
+    return CheckedNumber(what_ran, own, other or check.quantity, number, _limit(check), said)
 
 
 def _line_at(quantity: str, point: Mapping[str, str], lines: Sequence[Line]) -> Line | None:
@@ -252,8 +260,11 @@ def _has_few_seeds(line: Line, measured: Measured | None) -> bool:
     return measured.seeds < (2 if is_mean else FEWEST_SEEDS)
 
 
-def _what_ran(check: Check) -> str:
-    return ", ".join(check.at.values())
+def _what_ran(point: Mapping[str, str], labels: Mapping[str, str]) -> str:
+    return "; ".join(
+        labels.get(value, value) if axis == "optimizer" else f"{axis} {value}"
+        for axis, value in point.items()
+    )
 
 
 def _number(line: Line | None, *, with_interval: bool = False) -> str:

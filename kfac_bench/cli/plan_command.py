@@ -22,7 +22,7 @@ def plan(arguments: list[str]) -> int:
     # Garbage collection takes a fifth of the imports' time, and the imports leave no garbage.
     gc.disable()
     try:
-        return _print_plan(options.overrides, options, world_size, options.out)
+        return _print_plan(options, world_size)
     finally:
         gc.enable()
 
@@ -133,9 +133,8 @@ def _has_helped(options: argparse.Namespace, parser: Parser) -> bool:
     return True
 
 
-def _print_plan(
-    overrides: list[str], options: argparse.Namespace, world_size: int, out: str
-) -> int:
+def _print_plan(options: argparse.Namespace, world_size: int) -> int:
+    overrides, out = options.overrides, options.out
     # A mistake in the options is reported before the imports below, which load torch.
     from kfac_bench.config import compose, problem_file, recipes
 

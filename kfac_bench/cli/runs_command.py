@@ -215,9 +215,7 @@ def profile(runs: list[Path], steps: bool, svg: Path | None) -> int:
     for note in (*performance_profile.not_run(times), *comparison.notes):
         say(note)
     if svg is not None:
-        from kfac_bench.benchmark.performance_profile import profile_svg
-
-        write_text(svg, profile_svg(times, unit))
+        write_text(svg, performance_profile.profile_svg(times, unit))
         say(f"figure: {svg}")
     else:
         words = [*runs, *(["--steps"] if steps else []), "--svg", "profile.svg"]

@@ -163,7 +163,7 @@ def _values_after(option: str, word: str) -> Iterable[str]:
     if option == "--profile":
         from kfac_bench.config.conf_files import PROFILES
 
-        return PROFILES
+        return (*PROFILES, "cpu")
     if option in ("--strategies", "--strategy"):
         from kfac_bench.core.planning.plan import STRATEGIES
         from kfac_bench.simulate.sweep import SGD

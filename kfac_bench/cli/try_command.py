@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ SET_BY_THE_STUDY = (
     "trainer.max_train_s",
     "trainer.eval_freq",
     "trainer.log_freq",
+    "kfac.fisher",
 )
 """Options beside those of conf/benchmark/try.yaml that the user's words must not set."""
 OF_THE_OPTIMIZER = "optimizer.weight_decay"
@@ -147,7 +149,7 @@ def _asked(options: argparse.Namespace, file: str, words: list[str]) -> tuple[As
     asked = Asked(file, words, options.minutes, options.ranks, seeds, None, candidates)
     configs = [compose.load(base_words(asked, each[0])) for each in candidates.values()]
     target = configs[0].trainer.target
-    asked = Asked(file, words, options.minutes, options.ranks, seeds, target, candidates)
+    asked = replace(asked, target=target)
     question = Question(
         sha256=named.sha256,
         words=" ".join(words),

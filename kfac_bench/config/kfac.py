@@ -167,11 +167,11 @@ class KFACConfig(Section):
                 "kfac.max_dim"
             )
         unused = unused_by_eigen_adam(vars(self))
-        if self.adaptive_damping:
-            unused.append("adaptive_damping")
+        unused += ["adaptive_damping"] if self.adaptive_damping else []
         if unused:
+            switched_off = {True: "false", False: "null"}
+            words = [f"kfac.{n}={switched_off[getattr(self, n) is True]}" for n in unused]
             raise UsageError(
-                f"kfac.{unused[0]}={getattr(self, unused[0])} does not fit kfac.method=eigen_adam: "
-                "Adam's second moment sets the size of each step; write kfac.damping=null "
-                "kfac.kl_clip=null kfac.trust_ratio=null kfac.grafting=false"
+                f"kfac.method=eigen_adam has no use for {' and '.join(unused)}, because Adam's "
+                f"second moment sets the size of each step; write {' '.join(words)}"
             )

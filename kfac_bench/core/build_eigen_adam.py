@@ -37,7 +37,7 @@ def eigen_adam(
 
     It replaces the line that builds AdamW. The training loop stays as it is::
 
-        optimizer = eigen_adam(model, lr=1e-3)
+        optimizer = eigen_adam(model, lr=3e-3)
 
     Args:
         model: The model, bare or wrapped, as for :class:`KFAC`.

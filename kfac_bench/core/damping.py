@@ -5,10 +5,8 @@ compared with the change that the quadratic model predicts:
 
     rho = (h(w + delta) - h(w)) / (grad^T delta + 1/2 delta^T (F + damping I) delta)
 
-F is the Fisher matrix of K-FAC. If the loss is a mean over s terms of each example (tokens), F is
-1/s of the Gauss-Newton matrix (see :data:`.gram.CONVENTIONS`), so the predicted change is too large
-and rho too small. If rho is above 3/4, the model is good and the damping is multiplied by
-``decay ** interval``. If rho is below 1/4, the damping is divided by it.
+F is the Fisher matrix of K-FAC. If rho is above 3/4, the model is good and the damping is
+multiplied by ``decay ** interval``. If rho is below 1/4, the damping is divided by it.
 """
 
 import math
@@ -50,6 +48,9 @@ class LevenbergMarquardt:
     """Smallest damping."""
     most: float = 1e2
     """Largest damping."""
+    terms: int = 1
+    """Terms of each example that the loss is a mean over, such as tokens. Then K-FAC's F is
+    1/``terms`` of the Gauss-Newton matrix, and the quadratic model multiplies F by ``terms``."""
     value: float = field(init=False)
     """The damping now."""
     rho: float = field(init=False, default=math.nan)
@@ -61,6 +62,8 @@ class LevenbergMarquardt:
             raise ValueError(f"{self}: needs 0 < least <= initial <= most and 0 < decay < 1")
         if self.interval < 1:
             raise ValueError(f"{self}: needs interval >= 1")
+        if self.terms < 1:
+            raise ValueError(f"{self}: needs terms >= 1")
 
     def __call__(self, step: int) -> float:
         """Return the damping now, as a schedule does."""
@@ -140,7 +143,7 @@ class Trial:
         layers: Sequence[Layer],
         factors: Mapping[tuple[str, Factor], Tensor],
     ) -> Tensor:
-        """Return delta^T (G kron A + damping I) delta, summed over the layers."""
+        """Return delta^T (terms G kron A + damping I) delta, summed over the layers."""
         grads = {p: p.grad for p in moved}
         total = torch.zeros((), device=layers[0].weight.device)
         try:
@@ -159,7 +162,7 @@ class Trial:
                 product = linalg.precondition_inverse(
                     delta_matrix, a if len(a) > 1 else a[0], g if len(g) > 1 else g[0]
                 )
-                product = product + self._damping.value * delta_matrix
+                product = self._damping.terms * product + self._damping.value * delta_matrix
                 total = total + (product * delta_matrix).sum().float().to(total.device)
         finally:
             for p, grad in grads.items():

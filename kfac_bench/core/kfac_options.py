@@ -421,9 +421,9 @@ class KFACOptions(TypedDict, total=False):
             default=None,
             is_compared=True,
             above=0,
-            meaning="most time per step that K-FAC may take, as a share of a step without it "
+            meaning="time per step that K-FAC aims to add, as a share of a step without K-FAC "
             "(0.25: a quarter more); K-FAC measures the first steps, then makes max_dim and "
-            "block_size smaller and intervals longer if it must; None: no limit",
+            "block_size smaller and intervals longer if it must; None: no budget",
             details="""
                 The time is an average over an interval. In the first 6 steps the optimizer works
                 alone, while K-FAC measures it and the device. Then K-FAC makes the options

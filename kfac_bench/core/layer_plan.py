@@ -198,6 +198,12 @@ class Report:
         dims = [spec.dim(f) for spec in specs for f in spec.factors if not spec.is_diagonal(f)]
         return max(dims, default=1)
 
+    @property
+    def matrices(self) -> int:
+        """The number of matrices that are decomposed: each block counts, a diagonal does not."""
+        specs = [layer.spec for layer in self.layers]
+        return sum(s.groups for s in specs for f in s.factors if not s.is_diagonal(f))
+
     def payload_bytes(self) -> dict[str, dict[str, int]]:
         """Return the bytes of all messages each time that a stage runs, by stage and kind.
 

@@ -68,10 +68,8 @@ class KFAC:
     * averaged over ranks (DistributedDataParallel does that),
     * unscaled, if a GradScaler scaled the loss (:meth:`attach` takes care of it).
 
-    Gradients may be clipped before K-FAC or after it. Training frameworks clip before
-    ``optimizer.step()``, so with :meth:`attach` the clip comes first. A clip before K-FAC limits
-    the influence of one batch. A clip after K-FAC limits the length of the step and needs another
-    ``max_norm`` than without K-FAC; docs/how-to/schedulers_ema_checkpoints.md compares both.
+    Gradients may be clipped before K-FAC (with :meth:`attach`: before ``optimizer.step()``) or
+    after it; docs/how-to/schedulers_ema_checkpoints.md compares both.
 
     The loss must be a mean over the examples of the step. With gradient accumulation it must be
     the mean over the examples of all micro-batches. The first dimension of the model's first

@@ -68,7 +68,7 @@ class EigenAdamConfig(MomentsConfig):
             raise UsageError(
                 f"optimizer=eigen_adam with {chosen}: the optimizer needs K-FAC's factors; write "
                 "kfac=eigen_adam, or with an experiment kfac.method=eigen_adam kfac.damping=null "
-                "kfac.kl_clip=null kfac.grafting=false"
+                "kfac.kl_clip=null kfac.trust_ratio=null kfac.grafting=false"
             )
 
 

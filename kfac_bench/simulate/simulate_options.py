@@ -151,7 +151,8 @@ def _request(options: argparse.Namespace) -> SimulationRequest:
 def _config(options: argparse.Namespace, machine: Hardware) -> TrainConfig:
     """Return the configuration of one rank; refuse options that the command sets itself."""
     overrides, config_dir = options.overrides, options.config_dir
-    names = {word.partition("=")[0]: word.partition("=")[2] for word in overrides}
+    pairs = (word.lstrip("+").partition("=") for word in overrides)
+    names = {name: value for name, _, value in pairs}
     if "trainer.batch_size" in names:
         raise UsageError(
             "trainer.batch_size counts the examples of all ranks: "

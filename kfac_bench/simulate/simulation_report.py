@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_bench.simulate.hardware import NEAREST, NEAREST_ERROR
+from kfac_bench.simulate.hardware import NEAREST, NEAREST_ERROR, NEAREST_TIME_ERROR
 from kfac_bench.simulate.step import Workload
 from kfac_bench.simulate.sweep import SGD, SimulatedCell, efficiency
 
@@ -52,8 +52,11 @@ def validity(cells: Sequence[SimulatedCell], training: Training | None) -> list[
             line = f"not validated: {labels}. In the nearest validated case, {NEAREST}, "
         else:
             line = "error: "
-        line += "K-FAC's time over SGD's was wrong by "
-        line += f"{100 * (NEAREST_ERROR if error is None else error):.1f} % on average"
+        if error in (None, NEAREST_ERROR):
+            line += f"a time was wrong by {100 * NEAREST_TIME_ERROR:.1f} % on average, "
+            line += f"K-FAC's time over SGD's by {100 * NEAREST_ERROR:.1f} %"
+        else:
+            line += f"K-FAC's time over SGD's was wrong by {100 * error:.1f} % on average"
         savings = [saving for c in group if (saving := saved(cells, c, training))]
         large = sum(wrong >= abs(share) / 2 for share, wrong in savings)
         if large:

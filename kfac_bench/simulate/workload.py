@@ -9,6 +9,7 @@ import yaml
 
 from kfac_bench import plain_yaml
 from kfac_bench.config import TrainConfig
+from kfac_bench.core.kfac_options import state_dtypes
 from kfac_bench.core.planning.layer_spec import LayerSpec
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate.step import Workload
@@ -16,7 +17,6 @@ from kfac_bench.training import dry_run
 
 IMAGENET_EXAMPLES = 1_281_167
 """Images of ImageNet's training set, which a simulation does not read."""
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _TOP = {"parameters", "tensors", "step_flops_per_example", "family", "gradient_bytes", "layers"}
 _MOST_SIZE, _MOST_REPEATS = 1 << 40, 100_000
 _LAYER = {"name": str, "a_dim": int, "g_dim": int, "rows": int}
@@ -40,7 +40,7 @@ def of_config(config: TrainConfig) -> Workload:
 
 def state_bytes(config: TrainConfig) -> int:
     """Return the bytes of an element of factors and decompositions."""
-    return _BYTES[config.kfac.state_dtype]
+    return state_dtypes()[config.kfac.state_dtype].itemsize
 
 
 def of_file(path: Path, examples: int) -> Workload:

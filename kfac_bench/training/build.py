@@ -21,6 +21,7 @@ from kfac_bench.config.groups import ParameterGroup
 from kfac_bench.core import KFAC
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.distributed.collective import Collective, PlansDifferError
+from kfac_bench.core.kfac_options import OPTIONS, state_dtypes
 from kfac_bench.core.schedule import Milestones
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.errors import UsageError, shortage
@@ -141,8 +142,8 @@ def build_kfac(
     """
     if not config.enabled:
         return None
-    keywords = {k: v for k, v in asdict(config).items() if k not in NOT_KEYWORDS_OF_KFAC}
-    keywords["state_dtype"] = TORCH_DTYPES[config.state_dtype]
+    keywords = {name: value for name, value in asdict(config).items() if name in OPTIONS}
+    keywords["state_dtype"] = state_dtypes()[config.state_dtype]
     if config.adaptive_damping:
         keywords["damping"] = _adaptive_damping(config)
     keywords |= _changing(config, steps_per_epoch)
@@ -151,21 +152,6 @@ def build_kfac(
     except (ValueError, PlansDifferError) as error:
         in_one_line = str(error).replace("\n ", ";")  # it may list the skipped modules
         raise UsageError(f"kfac: {in_one_line}") from None
-
-
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtypes of PyTorch, by name of ``kfac.state_dtype``."""
-
-NOT_KEYWORDS_OF_KFAC = (
-    "enabled",
-    "adaptive_damping",
-    "damping_freq",
-    "damping_decay",
-    "damping_decay_epochs",
-    "interval_growth",
-    "interval_growth_epochs",
-)
-"""Options that the constructor of KFAC has no keyword for."""
 
 
 def _changing(config: KFACConfig, steps_per_epoch: int | None) -> dict[str, Milestones]:

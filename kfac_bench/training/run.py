@@ -309,13 +309,14 @@ def say_what_kfac_does(config: KFACConfig, trainer: Trainer) -> None:
     total = report.covered_params + report.skipped_params
     if report.plan.method == IDENTITY:
         trainer.say(
-            f"identity factors: of K-FAC only the KL clip, over {len(report.layers)} layers"
+            f"identity factors: of K-FAC only the limits of the step, over {len(report.layers)} "
+            "layers"
         )
         return
     trainer.say(
         f"K-FAC preconditions {len(report.layers)} layers ({report.covered_params:,} of {total:,} "
         f"parameters); every {trainer.kfac.update_freq} steps it decomposes "
-        f"{2 * len(report.layers)} factors, the largest {largest} x {largest}"
+        f"{report.matrices} matrices, the largest {largest} x {largest}"
     )
     if report.choice is not None:
         trainer.say(str(report.choice))

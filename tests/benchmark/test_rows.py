@@ -351,6 +351,12 @@ def test_cells_with_too_many_ranks_are_not_started(tmp_path):
     assert (good, "--launcher slurm" in said) == (False, True)
 
 
+def test_a_recipe_is_refused_because_it_changes_with_the_ranks():
+    benchmark = schema.load("demo")
+    with pytest.raises(compose.UsageError, match="recipe=digits_resnet: a recipe changes with"):
+        grid.cells(benchmark, "runs", [0], more=["recipe=digits_resnet"])
+
+
 def test_a_refused_job_leaves_no_other_job_in_the_queue(tmp_path, monkeypatch):
     """Cells with different ranks are submitted one after the other."""
     cancelled = tmp_path / "cancelled"

@@ -110,7 +110,7 @@ def test_both_numbers_stand_beside_their_difference():
 def test_a_claim_that_cannot_be_tested_or_has_not_run_says_so():
     never = judge(Claim("Scales.", not_testable="two ranks"), [])
     assert (never.verdict, never.reason) == (Verdict.NOT_TESTABLE, "two ranks")
-    early = verdicts.without_numbers(Claim("Faster.", [FASTER]))
+    early = verdicts.without_numbers(Claim("Faster.", [FASTER]), {})
     assert early.verdict is Verdict.NOT_RUN
     assert (early.numbers[0].needed, early.numbers[0].state) == ("at most 0.6", "not run yet")
 

@@ -53,11 +53,12 @@ def test_a_step_without_gradients_says_nothing_about_the_damping():
     assert damping.value == 0.1
 
 
-def test_the_predicted_change_is_that_of_the_dense_quadratic_model():
-    """It is grad^T delta + 1/2 delta^T (G kron A + damping I) delta."""
+@pytest.mark.parametrize("terms", [1, 4])
+def test_the_predicted_change_is_that_of_the_dense_quadratic_model(terms):
+    """It is grad^T delta + 1/2 delta^T (terms G kron A + damping I) delta."""
     torch.manual_seed(0)
     model, x, y = nn.Sequential(nn.Linear(3, 2)), torch.randn(6, 3), torch.arange(6) % 2
-    damping = LevenbergMarquardt(initial=0.1, interval=1)
+    damping = LevenbergMarquardt(initial=0.1, interval=1, terms=terms)
     kfac = kfac_of(model, damping=damping)
 
     def loss():
@@ -70,11 +71,11 @@ def test_the_predicted_change_is_that_of_the_dense_quadratic_model():
     before.backward()
     gradient = matrix_grad(model[0]).double().flatten()
     kfac.step()
-    sgd(model, lr=1.0).step()
+    sgd(model, lr=1 / terms).step()
     kfac.adapt_damping(before.detach(), loss)
     change, state = (weights() - old).flatten(), kfac.state_dict()["layers"]["0"]
     a, g = (state[factor]["factor"][0].double() for factor in "AG")
-    curvature = torch.kron(g, a) + 0.1 * torch.eye(8)
+    curvature = terms * torch.kron(g, a) + 0.1 * torch.eye(8)
     predicted = gradient @ change + 0.5 * change @ curvature @ change
     measured = (loss() - before).item()
     assert damping.rho == pytest.approx(measured / predicted.item(), rel=1e-3)

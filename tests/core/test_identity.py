@@ -85,4 +85,4 @@ def test_a_run_with_identity_equals_sgd_without_clip(tmp_path, capsys):
     losses = [[e.loss for e in of_kind(p, Trained)] for p in (path, plain)]
     assert losses[0] == losses[1]
     assert [e.nu for e in of_kind(path, Trained)] == [1.0] * 6
-    assert "identity factors: of K-FAC only the KL clip, over 4 layers" in said
+    assert "identity factors: of K-FAC only the limits of the step, over 4 layers" in said

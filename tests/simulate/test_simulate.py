@@ -24,6 +24,7 @@ from kfac_bench.simulate.conduct import PAPERS_CODE
 from kfac_bench.simulate.hardware import (
     NEAREST,
     NEAREST_ERROR,
+    NEAREST_TIME_ERROR,
     Hardware,
     Network,
     NetworkLink,
@@ -452,6 +453,7 @@ def test_the_output_names_what_was_never_validated(capsys):
     pages = compose.CONF_DIR.parent / "docs" / "lab"
     folds = (pages / "simulation_folds.md").read_text()
     assert f"| all 9 ratios |  |  |  | {100 * NEAREST_ERROR:.1f} % |" in folds
+    assert f"| **all 12 times** | | | | **{100 * NEAREST_TIME_ERROR:.1f} %** |" in folds
     longhorn = hardware.load(compose.CONF_DIR / "hardware" / f"{NEAREST}.yaml")
     assert longhorn.ratio_error == NEAREST_ERROR
     words = ("model=resnet18", "--world-size=4")
@@ -466,7 +468,7 @@ def test_the_output_names_what_was_never_validated(capsys):
     )
     assert code == 0
     assert "bf16, hardware h100_ndr, code of this package" in text
-    assert "not validated: comm_opt. In the nearest validated case, longhorn_v100, K-FAC's" in text
+    assert "not validated: comm_opt. In the nearest validated case, longhorn_v100, a time" in text
 
 
 def test_without_strategies_those_of_the_method_are_simulated(capsys):

@@ -22,6 +22,7 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = (ROOT / "docs" / "reference" / "commands.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README + COMMANDS, re.DOTALL)
 LINES = [line.partition("  #")[0].strip() for block in BLOCKS for line in block.splitlines()]
+LINES += re.findall(r"`([^`\n]+)`", README)
 
 
 def commands(name):

@@ -26,6 +26,7 @@ from kfac_bench.config import TrainConfig, compose
 from kfac_bench.core import KFAC
 from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS, eigen_adam
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
+from kfac_bench.core.kfac_options import OPTIONS, state_dtypes
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.optimizers.first_order_options import AdamWConfig, MuonConfig, SGDConfig
 from kfac_bench.optimizers.muon import muon
@@ -35,7 +36,6 @@ from kfac_bench.record import score
 from kfac_bench.record.events import EVENTS_FILE
 from kfac_bench.record.runs import Run, number
 from kfac_bench.report.tables import Table, Value
-from kfac_bench.training.build import NOT_KEYWORDS_OF_KFAC
 from kfac_bench.whole_files import write_text
 
 
@@ -163,9 +163,6 @@ def _trials_table(found: StudyResult) -> Table:
     return Table("All trials of the tuning", columns, rows, [note])
 
 
-DTYPE_NAMES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
-
-
 def paste_lines(
     config: TrainConfig, problem: Problem | None = None, words: Sequence[str] = ()
 ) -> str:
@@ -239,15 +236,15 @@ def _shown(value: Any) -> str:
 
 def _kfac_options(config: TrainConfig) -> dict[str, Any]:
     # The study refuses words that set an option which the constructor does not have.
-    return {k: v for k, v in asdict(config.kfac).items() if k not in NOT_KEYWORDS_OF_KFAC}
+    return {k: v for k, v in asdict(config.kfac).items() if k in OPTIONS}
 
 
 def _kfac_words(config: TrainConfig, also: Mapping[str, Any] | None = None) -> list[str]:
     """Return the keywords of KFAC; the dtype is the only one whose name is not its value."""
     options = _kfac_options(config)
-    dtype = DTYPE_NAMES[options.pop("state_dtype")]
+    name = options.pop("state_dtype")
     words = _keywords(KFAC, options, also)
-    return words if dtype == DTYPE_NAMES["fp32"] else [*words, f"state_dtype={dtype}"]
+    return words if name == "fp32" else [*words, f"state_dtype={state_dtypes()[name]}"]
 
 
 def _kfac(config: TrainConfig, problem: Problem | None) -> list[str]:

@@ -142,7 +142,7 @@ def _submit(request: ScalingRequest, say: Callable[[str], None]) -> None:
         todo = [c for c in request.cells if c.ranks == world_size and not _has_finished(c)]
         commands = {each.label: each.rank_command() for each in todo}
         if commands:
-            options = [f"--ntasks={world_size}", *request.sbatch]
+            options = [*request.sbatch, f"--ntasks={world_size}"]
             jobs = slurm_jobs.submit(commands, after, request.folder, options)
             say(f"{world_size} ranks: jobs {jobs[0]} to {jobs[-1]}, the last writes the results")
 
@@ -182,13 +182,17 @@ def _check_overrides(overrides: Sequence[str]) -> None:
     """Refuse the options that differ between the runs of a measurement, or that it sets itself."""
     fixed = {word.partition("=")[0]: word for word in _fixed(1)}
     for word in overrides:
-        name = word.partition("=")[0]
+        name = word.lstrip("+").partition("=")[0]
         if name in ("kfac", "kfac.strategy", "kfac.grad_worker_fraction", "kfac.enabled"):
             raise UsageError(f"{word}: set --strategy instead; sgd is always measured too")
         if name == "from":
             raise UsageError(
                 f"{word}: kfac-bench scaling reads no file of a run. Write the options of the run, "
                 "such as model=resnet20"
+            )
+        if name == "recipe":
+            raise UsageError(
+                f"{word}: a recipe changes with the number of ranks. Write its options instead"
             )
         if name in ("seed", "run_id", "resume"):
             raise UsageError(f"{word}: each run has its own {name}; set --rounds for more runs")

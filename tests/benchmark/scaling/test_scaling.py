@@ -119,6 +119,8 @@ def test_commands_start_the_right_number_of_ranks():
         ("--strategy=best", "choose one of sgd, comm_opt"),
         ("--strategy=comm_opt@1/2", "takes no fraction"),
         ("kfac=mem_opt", "set --strategy instead"),
+        ("++kfac=mem_opt", "set --strategy instead"),
+        ("recipe=digits_resnet", "a recipe changes with the number of ranks"),
         ("world_size=2", "world_size=2: write --world-size 2"),
         ("runs_dir=x", "runs_dir=x: write --runs-dir x"),
         ("seed=1", "each run has its own seed"),
