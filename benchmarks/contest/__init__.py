@@ -2,5 +2,5 @@
 
 It adds optimizers, experiments and benchmarks to the package (:mod:`.setup`), keeps finished runs
 (:mod:`.result_store`) and compares unlike machines (:mod:`.sitting`).
-docs/explanation/contest.md shows the commands.
+docs/lab/contest.md shows the commands.
 """

@@ -1,4 +1,4 @@
-"""The kept results of the contest: no optimizer met a held-out task before it was frozen."""
+"""Kept results: commits of the history, and held-out tasks that no optimizer met too early."""
 
 import subprocess
 from pathlib import Path
@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.contest.result_store import ResultStore
-from kfac_bench.benchmark import schema
+from benchmarks.contest.sitting import ALL
+from benchmarks.contest.spaces import centred
+from benchmarks.contest.studies import PART
+from kfac_bench.benchmark import schema, suite
 from kfac_bench.record.events import RunStarted
 
 ROOT = Path(__file__).parents[2]
@@ -24,20 +27,49 @@ def has_history(commit):
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize(("part", "kind"), [("tuning", "trial"), ("table", "table")])
-def test_a_frozen_rule_met_held_out_tasks_after_its_commit_only(part, kind):
-    contest = schema.load("contest")
-    frozen = contest.frozen["eigen_adam"]
-    if not has_history(frozen):
-        pytest.skip("the history is not here: a shallow clone, or no clone")
-    store = ResultStore(ROOT / "benchmarks/results", "contest", part, contest.axes["task"])
-    commits = {
-        event.environment["git_commit"].partition("+")[0]  # without "+changes"
-        for task in contest.held_out
+def is_shallow():
+    command = ["git", "-C", str(ROOT), "rev-parse", "--is-shallow-repository"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() != "false"
+
+
+def commits(store, tasks, kinds):
+    """The commits of kept runs. With "+changes" a name would be no commit."""
+    return {
+        event.environment["git_commit"]
+        for task in tasks
+        for kind in kinds
         for run in store.runs(task, kind)
-        if run.optimizer == "eigen_adam"
         for event in run.events
         if isinstance(event, RunStarted)
     }
-    assert all(is_ancestor(frozen, commit) for commit in commits)
+
+
+@pytest.mark.parametrize("name", suite.CLAIMS)
+def test_the_kept_runs_of_a_claim_have_commits_of_the_history(name):
+    store = ResultStore(ROOT / "benchmarks/results", name, "table", [ALL])
+    found = commits(store, [ALL], ("table",))
+    assert found
+    if not all(map(has_history, found)) and is_shallow():
+        pytest.skip("the history is not here: a shallow clone, or no clone")
+    assert all(is_ancestor(commit, "HEAD") for commit in found)
+
+
+def test_no_optimizer_met_a_held_out_task_before_it_was_frozen():
+    contest = schema.load("contest")
+    (frozen,) = {*contest.frozen.values()}
+    if not has_history(frozen) and is_shallow():
+        pytest.skip("the history is not here: a shallow clone, or no clone")
+    store = ResultStore(ROOT / "benchmarks/results", "contest", PART, contest.axes["task"])
+    found = commits(store, contest.held_out, ("trial", "final", "table"))
+    assert found
+    assert all(is_ancestor(frozen, commit) for commit in found)
     assert not is_ancestor(frozen, f"{frozen}~1")  # the check can fail
+
+
+def test_the_ranges_are_those_that_the_pilot_gives():
+    pilot, contest = schema.load("pilot"), schema.load("contest")
+    store = ResultStore(ROOT / "benchmarks/results", "pilot", PART, pilot.axes["task"])
+    for optimizer, ranges in centred(pilot, store).items():
+        given = contest.tuning.space[optimizer]
+        for option, values in ranges.items():
+            assert given[option] == values, (optimizer, option)

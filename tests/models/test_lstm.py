@@ -96,7 +96,7 @@ def test_a_few_steps_with_kfac(tmp_path):
     overrides = ("model.width=16", "model.embedding=8", "data.sequence_length=16")
     kfac = ("kfac.fisher=mc", "kfac.method=inverse", "kfac.damping=0.03", "optimizer.lr=0.05")
     short = ("logger=none", "trainer.max_steps=20", "trainer.eval_freq=20")
-    base = ("experiment=heldout/pydoc_lstm", *overrides, *kfac, *short)
+    base = ("model=lstm", "trainer.batch_size=64", *overrides, *kfac, *short)
     status, path = train(tmp_path, base=base)
     first, last = (e.metrics["loss"] for e in of_kind(path, Evaluated))
     assert status == "finished"

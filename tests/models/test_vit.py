@@ -112,7 +112,7 @@ def test_kfac_on_every_linear_map_equals_the_oracle(method, classes):
 @pytest.mark.parametrize(
     ("overrides", "metric"),
     [
-        (("experiment=heldout/patches_vit",), "accuracy"),
+        (("model=vit", "data=patches", "trainer.batch_size=128"), "accuracy"),
         (("model=vit", "task=denoising", "data=pictures", "data.image_size=8"), "psnr"),
     ],
 )
