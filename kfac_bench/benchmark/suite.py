@@ -112,7 +112,8 @@ def row(
     """
     benchmark = schema.load(name)
     if not benchmark.overrides and not benchmark.computed:
-        raise UsageError(f"{name} has no cells: it belongs to kfac-bench try FILE")
+        command = "python -m benchmarks.contest study" if benchmark.baseline else "kfac-bench try"
+        raise UsageError(f"{name} has no cells: {command} makes its runs")
     check(benchmark, name)
     label, sized = schema.profile_of(benchmark, profile)
     if benchmark.tuning is not None and (used := {*benchmark.tuning.seeds} & {*(seeds or ())}):

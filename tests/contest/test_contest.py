@@ -446,6 +446,7 @@ def test_wrong_requests_are_one_line(lab, capsys):
             ["run"],
             "arguments are required: benchmark; see python -m benchmarks.contest run --help",
         ),
+        (["run", "contest"], "contest has no cells: python -m benchmarks.contest study makes"),
         (["study", "contest", "--results", "no_such"], "--results no_such: no such folder"),
         (["run", "demo", "--only", "x"], "--only x: no cell begins with this text; cells are "),
         (["run", "all", "--only", "x"], "need one benchmark instead of all"),
