@@ -23,7 +23,7 @@ TAG=$("$PY" -c 'import sys, sysconfig; print(sys.implementation.cache_tag, sysco
 SELF=$(sha256sum "$HERE/install_horovod.sh" | cut -c 1-12)
 if [ -n "${HVD_CUDA:-}" ]; then CUDA=True; export HOROVOD_GPU_OPERATIONS=NCCL; else CUDA=False; fi
 KEY=$(echo "$VERSION torch-$TORCH $TAG cuda-$CUDA $SELF" | tr ' ' _)
-KEPT=${XDG_CACHE_HOME:-$HOME/.cache}/kfac_bench/wheels/$KEY
+KEPT=$(realpath -m "${XDG_CACHE_HOME:-$HOME/.cache}")/kfac_bench/wheels/$KEY
 
 if ! ls "$KEPT"/horovod-*.whl >/dev/null 2>&1; then
   echo "building Horovod $VERSION for torch $TORCH: 3 to 5 minutes on two cores, once"

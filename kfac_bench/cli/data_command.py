@@ -57,7 +57,7 @@ def build_parser() -> Parser:
     fetch.add_argument("--url", help="address of a folder with the files, instead of the authors'")
     codes = "exit codes: 0 no faults, 1 damaged or missing files, 2 no dataset that can be read"
     verify = commands.add_parser(
-        "verify", help=f"read every file of a dataset and name bad files; {codes}"
+        "verify", help=f"read every file that training uses, and name bad files; {codes}"
     )
     prepare = commands.add_parser(
         "prepare", help="convert a published dataset to the form that kfac-train reads"

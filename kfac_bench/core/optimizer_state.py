@@ -95,7 +95,7 @@ class OptimizerState:
         return {
             name: _pack(empty, now.get(name, {}), has_pending=has_pending)
             | {"left": int(name in left)}
-            for name, empty in state.empty_layers(self._run).items()
+            for name, empty in state.empty_layers(self._run)
         }
 
     def forget(self) -> None:
@@ -138,6 +138,7 @@ class OptimizerState:
             ValueError: The state does not fit. The KFAC has not changed then.
         """
         kfac = self._kfac()
+        self._gathered = None
         if kfac is None:
             return
         layers: state.LayersState = {}

@@ -620,7 +620,7 @@ class KFAC:
         layers = (
             state.layers_state(self._executor, shard=shard)
             if self.steps
-            else state.empty_layers(self._executor)
+            else dict(state.empty_layers(self._executor))
         )
         saved: dict[str, Any] = {"steps": self.steps, "layers": layers}
         if self._adaptive is not None:

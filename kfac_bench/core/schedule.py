@@ -66,8 +66,11 @@ class Schedules:
         if step == 0:
             return list(range(count))
         steps = self.interval(step)
-        if steps.start == 0 and self._is_early(step):
-            # The factors are still those that step 0 decomposed.
+        # In the first interval the factors may still be those that step 0 decomposed.
+        unchanged = isinstance(self.update_freq, Doubling) and (
+            steps.stop <= self._part("factor_update_freq", 0).stop
+        )
+        if steps.start == 0 and (self._is_early(step) or unchanged):
             return []
         at = 0 if self._is_early(step) else step
         phases = slice_phases(count, len(steps), self._freq("factor_update_freq", at))

@@ -3,7 +3,7 @@
 :class:`KFAC` calls these functions for ``state_dict`` and ``load_state_dict``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,36 +44,35 @@ def is_whole(run: Executor) -> bool:
     return plan.factors_on == "all" and all(p.grad_workers == every for p in plan.placements)
 
 
-def empty_layers(run: Executor) -> LayersState:
-    """Return the state before the first step, with all shapes; all numbers are 0.
+def empty_layers(run: Executor) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each layer's state before the first step, with all shapes; all numbers are 0.
 
     torch.distributed.checkpoint loads only what is in the state of the object that it loads into.
     """
-    layers: LayersState = {}
     for name, layer in run.layers.items():
         spec, dtype = layer.spec, torch.promote_types(layer.weight.dtype, torch.float32)
         zeros = partial(torch.zeros, dtype=dtype, device=layer.weight.device)
-        layers[name] = {}
+        entries: dict[str, Any] = {}
         for factor in spec.factors if run.plan.factors else ():
             shape = spec.factor_shape(factor)
             kind = type_of(run.plan.method, is_diagonal=spec.is_diagonal(factor))
             shapes = [shape[:2], shape] if kind is Eigen else [shape]
-            layers[name][factor] = {
+            entries[factor] = {
                 "factor": zeros(shape),
                 "weight": zeros(()),
                 _kind(run): [zeros(each) for each in shapes],
             }
         if has_second_moment(spec, run.plan.method):
-            layers[name]["second_moment"] = zeros(spec.grad_shape)
-            layers[name]["second_moment_weight"] = zeros(())
+            entries["second_moment"] = zeros(spec.grad_shape)
+            entries["second_moment_weight"] = zeros(())
         if run.plan.method == EIGEN_ADAM:
-            layers[name]["adam"] = {
+            entries["adam"] = {
                 "first": zeros(spec.grad_shape),
                 "second": zeros(spec.grad_shape),
                 "steps": 0,
                 "skipped": zeros((spec.groups, 1, 1)),
             }
-    return layers
+        yield name, entries
 
 
 def layers_state(run: Executor, *, shard: bool) -> LayersState:

@@ -19,6 +19,7 @@ import transformers
 from torch import Tensor, nn
 
 from kfac_bench import randomness
+from kfac_bench.data.base.files import regular
 from kfac_bench.errors import UsageError, one_line, shortage
 
 HEADS = {"language_model": "causal", "pretraining": "masked", "classification": "classifier"}
@@ -118,14 +119,14 @@ def _check_kind(folder: Path, head: str, kind: str, task: str) -> None:
     """Raise :class:`UsageError` if the folder's network is of another kind than the task needs."""
     file = folder / "config.json"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(regular(file).read_text(encoding="utf-8"))
         names = [str(name) for name in content.get("architectures") or ()]
     except OSError as error:
         raise UsageError(
             f"model.path={folder}: config.json cannot be read ({error.strerror}). Name a folder "
             "that save_pretrained of transformers wrote"
         ) from None
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         raise UsageError(f"{file}: not a configuration of transformers") from None
     for key in ("quantization_config", "adapter_config"):
         if key in content or (folder / f"{key}.json").exists():

@@ -11,7 +11,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,12 +75,18 @@ def _listed(path: Path) -> ListedRun | None:
         state = RUNNING if is_running else state
     except UsageError:
         pass
-    folder = path / CHECKPOINTS
     try:
-        count = 0 if folder.is_symlink() else len(checkpoint_folder.steps(folder))
-        return ListedRun(path, state, step, count, size_of(path), age_of(path))
+        return ListedRun(path, state, step, _checkpoints(path), size_of(path), age_of(path))
     except FileNotFoundError:
         return None
+
+
+def _checkpoints(path: Path) -> int:
+    """Return the number of checkpoints; 0 for a folder that this user may not read."""
+    folder = path / CHECKPOINTS
+    with suppress(PermissionError):
+        return 0 if folder.is_symlink() else len(checkpoint_folder.steps(folder))
+    return 0
 
 
 def size_of(folder: Path) -> int:

@@ -68,7 +68,8 @@ class Run:
         first, last = trained[0], trained[-1]
         seconds = number(last.train_s) - number(first.train_s)
         epochs = number(last.epoch) - number(first.epoch)
-        return seconds / (last.step - first.step), seconds / epochs if epochs > 0 else math.nan
+        steps = number(last.step) - number(first.step)
+        return seconds / steps, seconds / epochs if epochs > 0 else math.nan
 
 
 @dataclass(frozen=True)

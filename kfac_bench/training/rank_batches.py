@@ -105,6 +105,7 @@ class RankBatches:
         batches therefore repeats one example, which does not count.
         """
         self._evaluated = 0
+        stand_in: Batch | None = None
         batches = filter(size, self._data.evaluate(self._config.eval_batch_size, self._shard))
         while True:
             batch = None if stop.signal else next(batches, None)
@@ -113,7 +114,11 @@ class RankBatches:
             # All ranks must ask each other here, also those that still have a batch.
             if self._lockstep and not self._ranks.any(batch is not None):
                 return
-            yield batch or self._first(self._data.evaluate(1, Shard())), batch is not None
+            if batch is None and stand_in is None:
+                stand_in = self._first(self._data.evaluate(1, Shard()))
+            shown = stand_in if batch is None else batch
+            assert shown is not None
+            yield shown, batch is not None
             self._evaluated += size(batch) if batch is not None else 0
 
     def evaluated(self) -> tuple[int, int]:

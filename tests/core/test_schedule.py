@@ -408,6 +408,13 @@ def test_an_interval_that_doubles_begins_with_an_eighth(interval, steps):
     assert [step for step in range(200) if growing.slices_due(step, 1)] == steps
 
 
+def test_slices_do_not_repeat_the_first_decompositions():
+    growing = schedules(Doubling(40), Doubling(40), early_updates=True)
+    assert [growing.slices_due(step, 3) for step in range(5)] == [[0, 1, 2], [], [], [], []]
+    found = [i for step in range(5, 10) for i in growing.slices_due(step, 3)]
+    assert found == [0, 1, 2]
+
+
 @for_all(st.integers(1, 40), COUNTS)
 def test_no_interval_that_doubles_is_shorter_than_the_one_before(interval, count):
     growing = schedules(Doubling(interval), Doubling(interval), early_updates=True)

@@ -725,6 +725,49 @@ def test_unequal_local_batches_weigh_statistics_by_samples(sizes, convention, me
     run_ranks(len(sizes), train_with_unequal_batches, sizes, convention, method)
 
 
+def train_with_unequal_lengths():
+    """A is a mean over rows: two micro-batches of one process and two ranks have the same A."""
+    sequences = [torch.randn(6, t, 4, generator=torch.Generator().manual_seed(t)) for t in (5, 2)]
+    alone, model = (nn.Sequential(nn.Linear(4, 3)) for _ in range(2))
+    kfac_alone = KFAC(alone, sgd(alone), collective=SingleProcess(), **OPTIONS)
+    kfac = KFAC(model, sgd(model), **OPTIONS)
+    for x in sequences:
+        (alone(x).square().sum((1, 2)).mean() / 2).backward()
+    model(sequences[dist.get_rank()]).square().sum((1, 2)).mean().backward()
+    kfac_alone.step()
+    kfac.step()
+    wanted, got = (k.state_dict()["layers"]["0"]["A"]["factor"] for k in (kfac_alone, kfac))
+    assert_close([got], [wanted])
+
+
+def test_unequal_lengths_weigh_statistics_by_rows():
+    run_ranks(2, train_with_unequal_lengths)
+
+
+def train_where_a_rank_owns_no_factor():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 4), nn.Tanh(), nn.Linear(4, 3))
+    optimizer, placing = sgd(model), {"strategy": "owner_reduce", "grad_worker_fraction": 1.0}
+    kfac = KFAC(model, optimizer, **(OPTIONS | {"method": "ekfac"} | placing))
+    for step in range(3):
+        x, y = my_part(*batch(step, 96))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        kfac.step()
+        mine = torch.cat([p.grad.flatten() for p in model.parameters()])
+        first = mine.clone()
+        dist.broadcast(first, 0)
+        assert_close([mine], [first])
+        optimizer.step()
+
+
+def test_a_rank_that_owns_no_factor_has_the_second_moments_of_the_others():
+    run_ranks(3, train_where_a_rank_owns_no_factor)
+
+
 def overflow_on_one_rank():
     """What overflows on rank 1 is left out: the factors are those of rank 0's samples."""
     model, (x, y) = tiny_model(), batch(0)

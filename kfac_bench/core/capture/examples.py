@@ -152,6 +152,9 @@ def of_each_example(x: Tensor, node: Node, output: object, count: int) -> Call |
     added = [i for i, (n, m) in enumerate(zip(shape, whole, strict=True)) if n != m]
     if [whole[i] for i in added] != ([count] if count > 1 else []):
         return None
+    # If examples and tokens are equally many, the first dimension has the examples.
+    if added and added != [0] and whole[0] == count:
+        return None
     shape = (count, *x.shape, _shape(node)[-1])
     return Call(
         x.expand(shape[:-1]),

@@ -54,7 +54,7 @@ class Collected:
     def scales(self, scale: Scale, *, is_conv: bool) -> tuple[Number, Number]:
         """Return the factors of raw A and raw G; see :data:`.gram.CONVENTIONS`.
 
-        Messages later average over ranks: A weighted by ``samples``, G by :attr:`weight_of_g`.
+        Messages later average over ranks: A weighted by ``rows``, G by :attr:`weight_of_g`.
         """
         n = self.samples if self.loss_samples is None else self.loss_samples
         a, g = scale(n, self.rows / self.samples, is_conv)

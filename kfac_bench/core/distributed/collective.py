@@ -139,17 +139,10 @@ class SingleProcess:
     def prepare(self, groups: Iterable[tuple[int, ...]], *, apart: bool = False) -> None:
         """Do nothing: there are no groups."""
 
-    def all_reduce(self, x: Tensor, ranks: tuple[int, ...], name: str) -> Work:
-        """Raise an error: nothing calls this."""
+    def _send(self, *arguments: object) -> Work:
         raise AssertionError("a one-rank plan sends nothing")
 
-    def reduce(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> Work:
-        """Raise an error: nothing calls this."""
-        raise AssertionError("a one-rank plan sends nothing")
-
-    def broadcast(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> Work:
-        """Raise an error: nothing calls this."""
-        raise AssertionError("a one-rank plan sends nothing")
+    all_reduce = reduce = broadcast = _send
 
 
 def default_collective(model: nn.Module) -> Collective:

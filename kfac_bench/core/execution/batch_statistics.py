@@ -62,7 +62,8 @@ class BatchStatistics:
         if side == "G":
             scale = scale * self._per_example(new.all_examples)
         moment *= scale
-        weight = new.samples if side == "A" else new.weight_of_g
+        # A is a mean over rows, of which ranks may have unequal numbers per sample.
+        weight = new.rows if side == "A" else new.weight_of_g
         self.factors[layer.name, factor] = self._only_finite(moment, weight)
 
     def compute_second_moment(self, layer: Layer, new: Collected | None) -> None:

@@ -198,8 +198,9 @@ class Executor:
             else:
                 self._run_stage(ops, [], request)
             self.store.change_bases()
-            # The next stage decomposes the running factors, so they take up the batch now.
-            if self.batch_statistics.factors:
+            # The next stage decomposes the running factors, so they take up the batch now. A rank
+            # that owns no factor may still have second moments of the batch.
+            if ops is self.plan.factors:
                 with self.timed("ComputeFactor"):
                     self.batch_statistics.fold(
                         self.store, self.layers, request.factor_decay, request.loss_scale

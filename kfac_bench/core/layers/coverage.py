@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -108,15 +108,29 @@ class _Part:
     reason: str | None
 
 
+def _clean(full_name: str, wrapped: Container[str]) -> str:
+    """Return the name of a module without the words that wrappers add."""
+    words = full_name.split(".")
+    places = (".".join(words[: i + 1]) for i in range(len(words)))
+    return ".".join(
+        word
+        for word, place in zip(words, places, strict=True)
+        if word not in WRAPPERS and place not in wrapped
+    )
+
+
 def _parts(
     model: nn.Module, skip: Sequence[str], types: LayerTypes, max_dim: int
 ) -> Iterator[_Part]:
     inside: set[nn.Module] = set()  # submodules that layers of a parent cover
+    wrapped: set[str] = set()  # names of what DistributedDataParallel wraps inside the model
     for full_name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            wrapped.add(f"{full_name}.module".removeprefix("."))
         own = dict(module.named_parameters(recurse=False))
         if module in inside or not own:
             continue
-        name = ".".join(word for word in full_name.split(".") if word not in WRAPPERS)
+        name = _clean(full_name, wrapped)
         if isinstance(module, RECURRENT) and _type_of(module, types) is None:
             yield from _recurrent_parts(name, module, skip, max_dim)
             continue

@@ -170,7 +170,9 @@ class ProjectionLayer(LinearLayer):
         if not (output[0].requires_grad and weight.requires_grad):
             return
         named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
-        query = named["query"]
+        query = named.get("query")
+        if not isinstance(query, Tensor):
+            raise OtherForwardError
         samples = 1 if query.ndim == 2 else query.shape[0 if module.batch_first else 1]
         if not samples:
             return
@@ -188,10 +190,7 @@ class ProjectionLayer(LinearLayer):
                 partial(_columns, samples, first - used.start, self._size),
             )
         if not found:
-            raise RuntimeError(
-                f"{self.name}: no product with its weight is in autograd's graph; add the name to "
-                "skip, and please report this"
-            )
+            raise OtherForwardError
 
 
 def _input_of(node: Node, saved: str, samples: int) -> Tensor:

@@ -6,12 +6,14 @@ and examples that cannot be read stop the run, or are left out and reported.
 """
 
 import errno
+import fcntl
 import io
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,6 +65,26 @@ def cache_folder(name: str) -> Path:
     return home / "kfac_bench" / name
 
 
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Make the folder, and let one process of this machine at a time into the block.
+
+    So ranks do not make the same file of a cache at once. A network file system may have no locks.
+    Then all enter.
+
+    Raises:
+        OSError: The folder cannot be made or read.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def made_once(final: Path, make: Callable[[Path], None], what: str) -> None:
     """Make a folder in the user's cache, if it is not there.
 
@@ -77,16 +99,18 @@ def made_once(final: Path, make: Callable[[Path], None], what: str) -> None:
     try:
         if final.is_dir():
             return
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=final.parent, prefix=f"{final.name}-") as scratch:
-            make(Path(scratch) / "made")
-            _move(Path(scratch) / "made", final)
+        with one_at_a_time(final.parent):
+            if final.is_dir():  # another rank was faster
+                return
+            with tempfile.TemporaryDirectory(dir=final.parent, prefix=f"{final.name}-") as scratch:
+                make(Path(scratch) / "made")
+                _move(Path(scratch) / "made", final)
     except OSError as error:
         raise UsageError(f"{what}: {final} cannot be written ({error.strerror})") from None
 
 
 def _move(made: Path, final: Path) -> None:
-    """Move a complete folder into place, unless another rank was faster."""
+    """Move a complete folder into place, unless a rank on another machine was faster."""
     try:
         made.rename(final)
     except OSError:
@@ -184,6 +208,8 @@ class Faults:
     """
 
     skip: bool = False
+    can_skip: bool = True
+    """Whether the dataset has the option `data.on_error`."""
     new: list[Unreadable] = field(default_factory=list)
     """Faults found since the last call of `take`."""
     left_out: int = 0
@@ -194,9 +220,10 @@ class Faults:
     def add(self, fault: Unreadable) -> None:
         """Record a fault. Without `skip`, raise UsageError with the name of the file."""
         if not self.skip:
+            other = ", or leave bad files out with data.on_error=skip" if self.can_skip else ""
             raise UsageError(
                 f"{fault.path} cannot be read: {fault.reason}. Repair the file and continue with "
-                "data.changed=accept, or leave bad files out with data.on_error=skip"
+                f"data.changed=accept{other}"
             )
         self.left_out += 1
         if fault.path not in self._known:

@@ -17,7 +17,7 @@ from typing import Any
 
 from kfac_bench.config.option_table import did_you_mean
 from kfac_bench.data.base.dataset import of_files
-from kfac_bench.data.base.files import cache_folder, regular
+from kfac_bench.data.base.files import cache_folder, one_at_a_time, regular
 from kfac_bench.errors import (
     MissingPackageError,
     UsageError,
@@ -35,6 +35,7 @@ WORDS = {
     "val": "validation", "dev": "validation", "test": "test", "testing": "test",
 }  # fmt: skip
 """Words in the names of files and folders, and the split that they mean."""
+_NUMBERED = re.compile(r"(?!data-)(.+)-\d{5}-of-\d{5}")
 HELD_OUT = ("validation", "test")
 """Splits that can be the evaluation set, the preferred one first."""
 ROWS = 64
@@ -78,10 +79,12 @@ def find(root: Path) -> dict[str, list[Path]]:
 
     The split is the text before `-00000-of-00005` in the name of a file, or a word of `WORDS` in
     the name of the file or of its folder. Other files belong to `train`. Where `datasets` wrote a
-    folder, only the files that its `state.json` names count: others are caches.
+    folder, the folder is the split, and only the files that its `state.json` names count: others
+    are caches.
 
     Raises:
-        UsageError: There is no such folder, it has no tables, or `state.json` is damaged.
+        UsageError: There is no such folder, it has no tables, `state.json` is damaged, or numbered
+            files of one split lie in several folders, as those of several configurations do.
     """
     if not root.exists():
         raise UsageError(f"{root}: no such file or folder. Set data.root")
@@ -96,6 +99,13 @@ def find(root: Path) -> dict[str, list[Path]]:
             f"{root} has no files *{', *'.join(ENDINGS)}, and no folder in it has. Set data.root "
             "to the folder of such files"
         )
+    for split, paths in splits.items():
+        places = {path.parent.name for path in paths if _NUMBERED.fullmatch(path.stem)}
+        if len(places) > 1:
+            raise UsageError(
+                f"{root}: the split {split} is in several folders ({', '.join(sorted(places))}), "
+                "which may be other configurations of the dataset. Set data.root to one of them"
+            )
     return splits
 
 
@@ -110,9 +120,13 @@ def _named(folder: Path) -> set[str]:
 def _split(path: Path, root: Path) -> str:
     if root.is_file():
         return "train"
-    if match := re.fullmatch(r"(?!data-)(.+)-\d{5}-of-\d{5}", path.stem):
+    name = path.parent.name
+    # `DatasetDict.save_to_disk` writes a folder for each split.
+    if path.parent != root and (path.parent / STATE).is_file():
+        return WORDS.get(name.lower(), name)
+    if match := _NUMBERED.fullmatch(path.stem):
         return match[1]
-    places = [path.stem, *([path.parent.name] if path.parent != root else [])]
+    places = [path.stem, *([name] if path.parent != root else [])]
     words = [word for place in places for word in re.split(r"[-_.]", place.lower())]
     return next((WORDS[word] for word in words if word in WORDS), "train")
 
@@ -278,17 +292,28 @@ def _table(path: Path, names: Sequence[str]) -> Any:
             "of equal files"
         )
     try:
-        file = _unpacked(pyarrow, path, names) if path.suffix == ".parquet" else path
-        with _reader(pyarrow, file) as reader:
-            table = reader.read_all().select(names)
-        # A forged file could have offsets that lead out of its memory.
-        table.validate(full=True)
-        # Raises ValueError if a name inside a column is not UTF-8.
-        table.slice(0, 1).to_pylist()
+        if path.suffix != ".parquet":
+            return _read(pyarrow, path, names)
+        unpacked = _unpacked(pyarrow, path, names)
+        try:
+            return _read(pyarrow, unpacked, names)
+        except (OSError, ValueError, KeyError, pyarrow.ArrowException):
+            unpacked.unlink(missing_ok=True)  # a power cut can have damaged the copy
+            return _read(pyarrow, _unpacked(pyarrow, path, names), names)
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         if shortage(error):
             raise
         raise _damaged(path, error) from None
+
+
+def _read(pyarrow: Any, path: Path, names: Sequence[str]) -> Any:
+    """Return these columns of an Arrow file, checked."""
+    with _reader(pyarrow, path) as reader:
+        table = reader.read_all().select(names)
+    # A forged file could have offsets that lead out of its memory.
+    table.validate(full=True)
+    # Raises ValueError if a name inside a column is not UTF-8.
+    table.slice(0, 1).to_pylist()
     return table
 
 
@@ -305,23 +330,23 @@ def _unpacked(pyarrow: Any, path: Path, names: Sequence[str]) -> Path:
     stat = path.stat()
     key = "\0".join([str(path.resolve()), str(stat.st_size), str(stat.st_mtime_ns), *names])
     unpacked = cache_folder("tables") / f"{hashlib.sha256(os.fsencode(key)).hexdigest()}.arrow"
-    if unpacked.is_file():
-        return unpacked
     most = max(MOST_BYTES, MOST_RATIO * stat.st_size)
-    with pyarrow.parquet.ParquetFile(path, memory_map=True) as parquet:
-        batches = parquet.iter_batches(ROWS, columns=list(names), use_threads=False)
-        schema = pyarrow.schema([parquet.schema_arrow.field(name) for name in names])
-        try:
-            unpacked.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(unpacked) as temporary:
-                _copy(pyarrow, batches, schema, temporary, most)
-        except OSError as error:
-            if unusable_path(error) is None:
-                raise
-            raise UsageError(
-                f"{unpacked.parent}: cannot be written ({error.strerror}). {path.name} is unpacked "
-                "there: set XDG_CACHE_HOME to another folder"
-            ) from None
+    try:
+        with one_at_a_time(unpacked.parent):
+            if unpacked.is_file():
+                return unpacked
+            with pyarrow.parquet.ParquetFile(path, memory_map=True) as parquet:
+                batches = parquet.iter_batches(ROWS, columns=list(names), use_threads=False)
+                schema = pyarrow.schema([parquet.schema_arrow.field(name) for name in names])
+                with whole_file(unpacked) as temporary:
+                    _copy(pyarrow, batches, schema, temporary, most)
+    except OSError as error:
+        if unusable_path(error) is None:
+            raise
+        raise UsageError(
+            f"{unpacked.parent}: cannot be written ({error.strerror}). {path.name} is unpacked "
+            "there: set XDG_CACHE_HOME to another folder"
+        ) from None
     return unpacked
 
 

@@ -35,6 +35,8 @@ RATIO = (3 / 4, 4 / 3)
 """Smallest and largest ratio of width to height of a random crop."""
 ATTEMPTS = 10
 """Number of random crops to try before the central crop is taken."""
+MOST_CLASSES = 1_000_000
+"""Classes of a dataset whose labels are numbers."""
 
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom, in pixels."""

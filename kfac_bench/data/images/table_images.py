@@ -18,7 +18,6 @@ from kfac_bench.errors import UsageError
 IMAGE = ("image", "img")
 LABEL = ("label", "labels", "fine_label")
 """Names of columns that are used if the user names none, the preferred one first."""
-MOST_CLASSES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def _open(root: Path, options: TableOptions) -> tuple[TableImages, TableImages, 
             f"column {label} alike in both"
         )
     names = tables.class_names(schema, label) or _sorted_classes(values[0], label, root)
-    count = len(names) or min(max(values[0], default=0) + 1, MOST_CLASSES)
+    count = len(names) or min(max(values[0], default=0) + 1, reading.MOST_CLASSES)
     labels = [_labels(*each, names, count) for each in zip(values, parts, strict=True)]
     if evaluation is None:
         rows = tables.shares(len(parts[0]), options.eval_share)
@@ -180,7 +179,7 @@ def _sorted_classes(values: Sequence[Any], label: str, root: Path) -> list[str]:
     if not values or not isinstance(values[0], str):
         return []
     names = sorted(set(values))
-    if len(names) > MOST_CLASSES:
+    if len(names) > reading.MOST_CLASSES:
         raise UsageError(f"{root}: the column {label} has {len(names)} classes, too many")
     return names
 

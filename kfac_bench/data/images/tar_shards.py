@@ -103,6 +103,11 @@ def load(
             f"{left_out(train.faults + evaluation.faults)}"
         )
     classes = max(train.labels) + 1
+    if classes > reading.MOST_CLASSES:
+        raise UsageError(
+            f"{root}: an image of train-*.tar has the class {classes - 1}, but classes must be "
+            f"below {reading.MOST_CLASSES}"
+        )
     if max(evaluation.labels) >= classes:
         raise UsageError(
             f"{root}: an image of val-*.tar has the class {max(evaluation.labels)}, "
@@ -135,6 +140,7 @@ def write(root: Path, source: Path, per_shard: int = PER_SHARD) -> Iterator[str]
     if any(root.glob("train-*.tar")) or any(root.glob("val-*.tar")):
         raise UsageError(f"{root} has shards already. Choose another folder")
     folders = imagefolder.open_folders(source)
+    written: list[Path] = []
     try:
         root.mkdir(parents=True, exist_ok=True)
         names = "".join(f"{name}\n" for name in folders[0].classes)
@@ -145,9 +151,15 @@ def write(root: Path, source: Path, per_shard: int = PER_SHARD) -> Iterator[str]
             order = epoch_order(len(folder.labels), 0, 0).tolist()
             for number, start in enumerate(range(0, len(order), per_shard)):
                 path = root / f"{split}-{number:06d}.tar"
+                written.append(path)
                 _write_shard(path, folder, order[start : start + per_shard], start)
                 yield f"{path}: {len(order[start : start + per_shard])} images"
-    except OSError as error:
+    except BaseException as error:
+        # A part of the shards would count as a whole, smaller dataset.
+        for path in written:
+            path.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise UsageError(f"{error.filename or root}: {error.strerror or error}") from None
 
 

@@ -101,7 +101,7 @@ class Text(Data):
         self.num_classes = len(vocabulary)
         self.tokens: Sequence[str] = vocabulary.tokens
         self.train_size, self.eval_size = (manifest.examples(s) for s in text_shards.SPLITS)
-        self.faults = Faults()
+        self.faults = Faults(can_skip=False)
         self._open = (root, manifest, vocabulary, masked, max_predictions)
         self._workers, self._predictions = workers, max_predictions
 

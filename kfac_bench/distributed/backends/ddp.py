@@ -92,7 +92,7 @@ def launched(
         make: Makes the backend if there are several ranks.
     """
     on = local_device(device)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if int(os.environ.get("WORLD_SIZE") or 1) == 1:
         yield Backend(Ranks(on))
         return
     with process_group(on, config.timeout_s) as ranks:
@@ -146,7 +146,7 @@ def _meet(timeout: timedelta) -> tuple[Store, int, int]:
         OneRankError: The port of rank 0 is in use, or a variable is not set.
     """
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
+        if not os.environ.get(name):
             raise OneRankError(
                 f"the environment variable {name} is not set, so the ranks cannot meet. Start all "
                 "ranks with torchrun or srun"
@@ -162,6 +162,11 @@ def _meet(timeout: timedelta) -> tuple[Store, int, int]:
             return loopback_store(host, port, rank, world_size, timeout), rank, world_size
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         return store, rank, world_size
+    except ValueError:
+        raise OneRankError(
+            f"MASTER_PORT={os.environ['MASTER_PORT']}: the ranks cannot meet at this port. Set a "
+            "whole number"
+        ) from None
     except (OSError, RuntimeError) as error:
         if getattr(error, "errno", None) != errno.EADDRINUSE and "EADDRINUSE" not in str(error):
             raise

@@ -77,6 +77,24 @@ def test_positions_count_for_each_example(shape, sizes, options):
     assert_close(want["factors"]["positions"]["A"], a.diagonal(dim1=1, dim2=2))
 
 
+def test_a_label_of_each_example_is_no_position():
+    """As many examples as tokens: only the place of the sum tells them apart."""
+
+    class Labelled(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.labels, self.head, self.scale = nn.Embedding(9, D), nn.Linear(D, 3), scale
+
+        def forward(self, x):
+            labels = self.labels(x[:, 0])
+            labels = labels if self.scale is None else self.scale * labels  # no sum of the lookup
+            return self.head((torch.nn.functional.one_hot(x, D) + labels[:, None]).tanh())
+
+    one, other, x = Labelled(None), Labelled(1.0), torch.randint(min(9, D), (T, T))
+    other.load_state_dict(one.state_dict())
+    assert_same(step(one, x, [T]), step(other, x, [T]))
+
+
 def test_positions_of_a_model_that_returns_its_loss():
     class Loss(Positions):
         def forward(self, x):

@@ -191,6 +191,20 @@ def test_attention_with_other_key_sizes_is_left_out_with_the_reason():
     )
 
 
+def test_attention_with_a_forward_of_its_own_is_left_to_the_optimizer():
+    class Own(nn.MultiheadAttention):
+        def forward(self, *, x):
+            return super().forward(x, x, x)[0]
+
+    model, x = Own(6, 2), torch.randn(3, 4, 6)
+    kfac = kfac_of(model)
+    with pytest.warns(UserWarning, match="has a forward, input or output of an unknown form"):
+        model(x=x).square().sum().backward()
+    raw = model.in_proj_weight.grad.clone()
+    kfac.step()
+    assert torch.equal(model.in_proj_weight.grad, raw)
+
+
 @pytest.mark.parametrize("frozen", ["in_proj_weight", "in_proj_bias", "out_proj.weight"])
 @pytest.mark.parametrize("later", [False, True])
 def test_attention_partly_frozen(frozen, later):

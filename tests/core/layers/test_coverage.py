@@ -9,6 +9,7 @@ import torch._dynamo.testing
 from torch import nn
 
 from kfac_bench.core import KFAC
+from kfac_bench.core.layers import coverage
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.linear import LinearLayer
 from tests.support.layer_checks import (
@@ -161,6 +162,13 @@ def test_shared_frozen_parameters_do_not_matter():
     model[2].bias = model[0].bias
     model[0].bias.requires_grad_(False)
     check(model, lambda: loss_of(model(x), 6))
+
+
+def test_names_do_not_depend_on_a_wrapper_inside_the_model():
+    """DistributedDataParallel needs ranks, so only the names are tested."""
+    assert coverage._clean("body.module.0", {"body.module"}) == "body.0"
+    assert coverage._clean("body.module._orig_mod.module", {"body.module"}) == "body.module"
+    assert coverage._clean("", set()) == ""
 
 
 def test_the_shared_part_of_two_attentions_is_left_out():

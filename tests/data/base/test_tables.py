@@ -66,6 +66,25 @@ def test_validation_is_preferred_to_test(tmp_path, there, train, evaluation, pic
     assert tables.pick(splits, tmp_path, train, evaluation) == picked
 
 
+def test_each_folder_of_a_saved_dict_is_a_split(tmp_path):
+    for name in ("train", "dev", "validation_matched", "unsupervised"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data-00000-of-00001.arrow").touch()
+        files = '{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}'
+        (tmp_path / name / "state.json").write_text(files)
+    expected = {"train", "validation", "validation_matched", "unsupervised"}
+    assert tables.find(tmp_path).keys() == expected
+
+
+def test_configurations_of_a_hub_dataset_are_not_merged(tmp_path):
+    for name in ("wikitext-2", "wikitext-103"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train-00000-of-00001.parquet").touch()
+    said = refused(tables.find, tmp_path)
+    assert "the split train is in several folders (wikitext-103, wikitext-2)" in said
+    assert list(tables.find(tmp_path / "wikitext-2")) == ["train"]
+
+
 def test_missing_files_splits_and_columns_are_named(tmp_path):
     assert "no such file or folder" in refused(tables.find, tmp_path / "none")
     assert "has no files *.parquet" in refused(tables.find, tmp_path)
@@ -108,6 +127,9 @@ def test_a_parquet_file_is_unpacked_once_and_again_if_it_changes(tmp_path, cache
     for _ in range(2):
         tables.Columns(paths, ["label"])
         assert len(list(cache.iterdir())) == 2
+    for copy in cache.iterdir():
+        copy.write_bytes(b"")  # as after a power cut
+    assert tables.Columns(paths, ["id"]).cell("id", 0) == 0
     parquet.write_table(pictures(50, 7), paths[0])
     assert tables.Columns(paths, ["id"]).cell("id", 0) == 50
 

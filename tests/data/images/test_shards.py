@@ -285,6 +285,13 @@ def test_an_incomplete_image_is_not_among_the_examples(tmp_path):
         assert index.faults or length >= ends[1]
 
 
+def test_shards_that_were_not_all_written_are_removed(folders, tmp_path):
+    writing = tar_shards.write(tmp_path / "new", folders, per_shard=10)
+    next(line for line in writing if ".tar" in line)
+    writing.close()  # as Ctrl-C does
+    assert not [*(tmp_path / "new").glob("*.tar")]
+
+
 def test_wrong_shards_are_usage_errors(root, folders, tmp_path):
     with pytest.raises(UsageError, match="has shards already"):
         list(tar_shards.write(root, folders))
