@@ -8,15 +8,13 @@ progress is lost with a machine. Several commands may add runs to a store at the
 The file of a task is ``FOLDER/NAME/PART/TASK.jsonl.gz``, where PART is ``table`` or ``studies``.
 """
 
-import fcntl
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.contest import packed_runs
 from benchmarks.contest.packed_runs import PackedRun
 from kfac_bench.benchmark import run_end
+from kfac_bench.data.base.files import one_at_a_time
 from kfac_bench.errors import UsageError
 from kfac_bench.record.event_log import line_of
 from kfac_bench.record.events import EVENTS_FILE
@@ -62,7 +60,7 @@ class ResultStore:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"{self._folder}: cannot be written ({error.strerror})") from None
-        with _locked(self._folder):
+        with one_at_a_time(self._folder):
             # Another command may have added runs since this one read the file.
             saved = {each.key: each for each in packed_runs.read(path)} if path.exists() else {}
             runs = self._runs.get(run.task, {}) | saved | {run.key: run}
@@ -88,21 +86,3 @@ class ResultStore:
                     run_end.record_failure(folder, run.name, run.failure)
                 written += 1
         return written
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder inside the block. The lock needs no file of its own.
-
-    A network file system may have no locks of folders. Then the block runs without the lock.
-
-    Raises:
-        OSError: The folder cannot be read.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

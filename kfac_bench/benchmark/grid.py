@@ -168,7 +168,8 @@ def cells(
                 texts += options_of_value(benchmark, sized, axis, value)
             overrides, ranks = _filled_in(texts, words)
             overrides = (*overrides, *more, f"seed={seed}", path_word("runs_dir", runs_dir))
-            if recipe := next((w for w in overrides if w.startswith("recipe=")), None):
+            recipes = (w for w in overrides if w.lstrip("+").startswith("recipe="))
+            if recipe := next((w for w in recipes if not w.endswith("=none")), None):
                 raise UsageError(
                     f"{recipe}: a recipe changes with the number of ranks. Write its options "
                     "instead, or name an experiment"

@@ -190,7 +190,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
                 f"{word}: kfac-bench scaling reads no file of a run. Write the options of the run, "
                 "such as model=resnet20"
             )
-        if name == "recipe":
+        if name == "recipe" and not word.endswith("=none"):
             raise UsageError(
                 f"{word}: a recipe changes with the number of ranks. Write its options instead"
             )
