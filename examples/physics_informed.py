@@ -5,6 +5,7 @@ Run: OMP_NUM_THREADS=1 python examples/physics_informed.py. Each optimizer gets 
 """
 
 import argparse
+import json
 import math
 import statistics
 import sys
@@ -119,7 +120,8 @@ def main():
         middle = statistics.median(errors)
         numbers = f"{middle:.2g} | {min(errors):.2g} | {max(errors):.2g}"
         print(f"| {name} | {best:g} | {numbers} | {statistics.median(steps):.0f} |", flush=True)
-        print(f"trials of {name}: {trials}", file=sys.stderr, flush=True)
+        raw = {"optimizer": name, "trials": trials, "best": best, "runs": runs}
+        print(json.dumps(raw), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

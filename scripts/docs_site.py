@@ -89,6 +89,7 @@ def mathml(latex: str) -> str:
 def generated_pages() -> dict[str, str]:
     """Return the Markdown of each generated page, by its path below docs/."""
     pages = {
+        "index.md": _readme(),
         "reference/commands/kfac_train.md": _page(
             "kfac-train",
             "`kfac-train` trains a model, with K-FAC or without. "
@@ -133,6 +134,12 @@ def generated_pages() -> dict[str, str]:
         "reference/groups/recipe.md": _recipes(),
         "reference/groups/experiment.md": _experiments(),
     }
+
+
+def _readme() -> str:
+    """Return README as the first page: its links lead to pages, or to files outside docs/."""
+    text = re.sub(r"\]\((?!docs/)(?!https?:)", "](../", (ROOT / "README.md").read_text())
+    return text.replace("](docs/", "](").replace(f"{NOTEBOOK}.ipynb", f"{NOTEBOOK}.md")
 
 
 def _page(title: str, *parts: str) -> str:

@@ -275,7 +275,7 @@ class KFACOptions(TypedDict, total=False):
             "uses the decompositions some steps later",
             details="""
                 Try True if a CPU core is free: steps become shorter, and none of them is long. On a
-                GPU the thread uses a stream of its own (not tested yet).
+                GPU the thread uses a stream of its own (tested on one H100, not timed).
 
                 * Statistics enter A and G in the same step as without the thread, with the same
                   bits.
