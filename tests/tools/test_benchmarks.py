@@ -16,7 +16,6 @@ from torch import nn
 from benchmarks import (
     background,
     checks,
-    clipping,
     defaults,
     gpu,
     gpu_training,
@@ -629,14 +628,7 @@ def test_allowed_waits_are_counted(modes):
     assert modes == ["warn", "default"]
 
 
-# ---- clipping and guards ----
-
-
-def test_clipping_prints_a_row_for_each_setting(capsys):
-    clipping.main(["--seeds", "1", "--steps", "2"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 4
-    assert all(line.count("norm") == 2 for line in lines[2:])
+# ---- guards ----
 
 
 def test_guards_warn_of_wrong_scripts_and_of_no_others(capsys):
