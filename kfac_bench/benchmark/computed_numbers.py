@@ -266,5 +266,6 @@ def _times(words: Mapping[str, str], config: TrainConfig, batch: int) -> dict[st
     fraction = words.get("fraction")
     each = variant(words["strategy"] if fraction is None else f"hybrid_opt@{fraction}")
     intervals = Intervals(config.kfac.factor_update_freq, config.kfac.update_freq)
-    (cell,) = sweep(work, machine, [each], [ranks], intervals)
+    method, itemsize = config.kfac.method, workload.state_bytes(config)
+    (cell,) = sweep(work, machine, [each], [ranks], intervals, method, itemsize=itemsize)
     return times_of(cell)

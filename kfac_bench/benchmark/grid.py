@@ -9,11 +9,9 @@ run again only on request.
 from __future__ import annotations
 
 import functools
-import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from kfac_bench.benchmark.schema import (
 )
 from kfac_bench.config import TrainConfig, compose
 from kfac_bench.config.command_options import path_word, whole_number
+from kfac_bench.distributed import slurm_rank
 from kfac_bench.errors import UsageError
 from kfac_bench.output import time_left
 from kfac_bench.training import run_directory
@@ -307,10 +306,8 @@ def train(cell: Cell) -> tuple[int, str]:
     else:
         code, line = local_runs.train_forked([*cell.overrides, f"run_id={cell.path().name}"])
         line = f"kfac-train: {line} (exit code {code})"
-    if code not in run_end.INTERRUPTED and (state := os.environ.get("KFAC_STATE_FILE")):
-        # In a job of Slurm the command goes on. slurm/common.sh would take this run for the job.
-        with suppress(OSError):
-            Path(state).unlink()
+    if code not in run_end.INTERRUPTED:
+        slurm_rank.forget_state_of_job()
     return code, line
 
 

@@ -58,8 +58,10 @@ def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         code = 130
     except SystemExit as stop:
-        # argparse has printed its help.
-        code = int(stop.code or 0)
+        # argparse has printed its help. A program of the user may end with a text.
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            _say_as_rank(name, printable(" ".join(stop.code.split())))
     except BrokenPipeError:
         code = 0
     except (MemoryError, OSError, RuntimeError) as error:

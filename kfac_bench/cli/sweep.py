@@ -62,6 +62,8 @@ def run(
         # A signal that stops one job stops the whole sweep.
         if codes[-1] >= 128:
             break
+        if len(configs) > 1 and slurm_rank.is_main_process():
+            slurm_rank.forget_state_of_job()  # the exit code of the sweep decides
     is_over = max(codes, default=0) < 128 and slurm_rank.is_main_process()
     if len(configs) > 1 and is_over and not configs[0].dry_run:
         from kfac_bench.training.run_directory import RunDirectory

@@ -22,8 +22,9 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
 from kfac_bench import plain_yaml
-from kfac_bench.config import problem_file
+from kfac_bench.config import option_table, problem_file
 from kfac_bench.config.groups import TABLES
+from kfac_bench.config.options import RECORD
 from kfac_bench.config.train import TrainConfig
 from kfac_bench.errors import UsageError, first_line
 
@@ -106,9 +107,20 @@ def run_again(words: Sequence[str]) -> list[str]:
     old_logger = tree["logger"].pop("name", None)
     choices = [] if old_logger is None else [f"logger={old_logger}"]
     choices += [f"{group}={tree[group]['name']}" for group in TABLES if group not in chosen]
+    if any(map(_makes_another_run, chosen)):
+        tree["logger"]["id"] = None  # another run has its own page of W&B
     kept = {name: value for name, value in tree.items() if name not in chosen}
     ConfigStore.instance().store(NODE, kept, group="experiment", package="_global_")
     return [*choices, f"experiment={NODE}", *rest]
+
+
+def _makes_another_run(name: str) -> bool:
+    """Return whether a run with another value of this option does not continue the first run."""
+    found = option_table.every_option().get(name)
+    if name == "run_id" or found is None:  # also a group
+        return True
+    declared = found[0][1].declared
+    return declared["role"] is not RECORD and not declared["resumable"]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kfac_bench import plain_yaml
 from kfac_bench.config.conf_files import CONF_DIR, first_sentence, folders, options_of
 from kfac_bench.config.groups import TABLES
 from kfac_bench.config.option_table import no_such_choice
@@ -251,12 +252,15 @@ def _read(
 def _content(file: Path) -> tuple[list[Any], dict[str, Any]]:
     """Return the defaults list and the values of one file."""
     try:
+        plain_yaml.refuse_aliases(file.read_text(encoding="utf-8"))
         loaded = OmegaConf.load(file)
         content = OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError) as error:
         raise UsageError(f"{file}: {first_line(error)}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{file}: expected options, such as optimizer: {{lr: 0.1}}")
+    if "hydra" in content:
+        raise UsageError(f"{file}: hydra: options of Hydra itself have no effect. Remove it")
     own = content.pop("defaults", [])
     if not isinstance(own, list) or not all(isinstance(entry, str | dict) for entry in own):
         raise UsageError(f"{file}: defaults: expected a list, such as [/recipe/lgg_unet, _self_]")

@@ -8,7 +8,9 @@ import os
 import re
 import zlib
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 # Linux hands out ports from 32768 upwards by itself, so our ports stay below.
@@ -116,6 +118,16 @@ def tasks_per_node(text: str) -> tuple[int, ...]:
 def launched_ranks() -> int:
     """Return the number of ranks that the launcher has started, of which this process is one."""
     return int(from_launcher("WORLD_SIZE", "1"))
+
+
+def forget_state_of_job() -> None:
+    """Remove $KFAC_STATE_FILE, if it is set: a run has ended, and the command goes on.
+
+    slurm/common.sh would otherwise take the state of this run for that of the job.
+    """
+    if path := os.environ.get("KFAC_STATE_FILE"):
+        with suppress(OSError):
+            Path(path).unlink()
 
 
 def is_main_process() -> bool:

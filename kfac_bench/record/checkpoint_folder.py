@@ -149,13 +149,17 @@ def best_first(directory: Path) -> list[int]:
     return sorted(comparable, key=lambda step: (sign * metrics[step].value, -step))
 
 
-def remove_old(directory: Path, step: int, keep_last: int, keep_best: int) -> None:
+def remove_old(
+    directory: Path, step: int, keep_last: int, keep_best: int, every: int | None = None
+) -> None:
     """Remove all but the last checkpoints up to `step`, which was just written, and the best ones.
 
     A checkpoint of a later step is removed too. When the run continued, that checkpoint was damaged
-    and passed over, so the run now takes another course.
+    and passed over, so the run now takes another course. The last checkpoints are those of each
+    `every` steps. Others, which an interruption has left, count only where these are too few.
     """
     so_far = [s for s in steps(directory) if s <= step]
+    so_far.sort(key=lambda s: (s == step or every is None or s % every == 0, s))
     best = [s for s in best_first(directory) if s <= step][:keep_best]
     for old in set(steps(directory)) - {*so_far[-keep_last:], *best}:
         shutil.rmtree(path_of(directory, old), ignore_errors=True)

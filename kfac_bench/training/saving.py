@@ -31,8 +31,9 @@ class Saving(Writer):
         steps_per_epoch: int,
         before_commit: Callable[[], None],
     ) -> None:
-        super().__init__(directory, ranks, config.keep_last, config.keep_best, before_commit)
         self._freq, self._steps_per_epoch = config.checkpoint_freq, steps_per_epoch
+        keep = config.keep_last, config.keep_best
+        super().__init__(directory, ranks, *keep, before_commit, self._freq)
         self.step = -1
         """Step of the newest checkpoint, complete or in flight."""
         self._started_s = time.monotonic()

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from kfac_bench.config import ScheduleConfig, TrainerConfig
 from kfac_bench.core import KFAC
+from kfac_bench.core.execution.background import wait_for_all
 from kfac_bench.data.base.batch import Batch, channels_last, to_device
 from kfac_bench.data.base.dataset import Data, Fingerprint
 from kfac_bench.data.base.order import mixed_seed
@@ -461,7 +462,9 @@ class Trainer:
     @contextmanager
     def _outside_training(self) -> Iterator[None]:
         """Pause the training clock inside the block, and compute no gradients."""
-        # Work that is still on the device belongs to the training time before the block.
+        # Work that is still on the device, or on K-FAC's thread, belongs to the training time before
+        # the block.
+        wait_for_all()
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize()
         with self.clock.paused(), torch.no_grad():

@@ -560,6 +560,23 @@ def test_on_several_ranks_an_error_of_one_rank_ends_its_sweep(monkeypatch):
         sweep.run(["seed=0,1"], None, train)
 
 
+def test_the_state_of_one_run_is_not_that_of_a_sweep(tmp_path, monkeypatch):
+    """slurm/common.sh ends a job with exit code 0 if the last state is a good one."""
+    state = tmp_path / "job.state"
+    monkeypatch.setenv("KFAC_STATE_FILE", str(state))
+
+    def train(config):
+        state.write_text("finished 2 a\n")
+        return codes[config.seed]
+
+    codes = [1, 0]
+    assert sweep.run(["seed=0,1"], None, train) == 1
+    assert not state.exists()
+    codes = [0, 128 + signal.SIGUSR1]  # the job is requeued
+    assert sweep.run(["seed=0,1"], None, train) == codes[1]
+    assert state.exists()
+
+
 def test_glob_chooses_the_files_that_fit_it(tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 7\n")

@@ -87,6 +87,19 @@ def test_words_win_over_the_file_and_a_choice_replaces_its_group(tmp_path):
     assert asdict(found) == asdict(expected)
 
 
+def test_another_run_has_a_page_of_its_own_in_wandb(tmp_path):
+    file = written(tmp_path, "logger=wandb", "logger.id=old")
+    for words, id in (
+        ([], "old"),
+        (["trainer.max_steps=90", "trainer.device=cpu"], "old"),  # the same run goes on
+        (["seed=7"], None),
+        (["optimizer=adam"], None),
+        (["run_id=other"], None),
+        (["seed=7", "logger.id=new"], "new"),
+    ):
+        assert compose.load([f"from={file}", *words]).logger.id == id, words
+
+
 def test_a_file_of_an_older_version_has_one_logger(tmp_path):
     file = written(tmp_path, "logger=none")
     text = file.read_text()

@@ -92,6 +92,13 @@ def test_a_lost_worker_is_exit_code_1(capsys):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_a_text_that_ends_a_program_of_the_user_is_its_line(capsys):
+    with pytest.raises(SystemExit) as stop:
+        exit_with("kfac-train", lambda: sys.exit("no data\nhere"))
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == "kfac-train: no data here\n"
+
+
 @pytest.mark.slow
 def test_a_port_in_use_ends_every_rank_within_the_timeout(rank):
     with socket.socket() as stranger:

@@ -33,7 +33,7 @@ from kfac_bench.optimizers.muon import muon
 from kfac_bench.optimizers.options import EigenAdamConfig, SOAPConfig
 from kfac_bench.problem import Problem
 from kfac_bench.record import score
-from kfac_bench.record.events import EVENTS_FILE
+from kfac_bench.record.events import EVENTS_FILE, Resumed, Trained
 from kfac_bench.record.runs import Run, number
 from kfac_bench.report.tables import Table, Value
 from kfac_bench.whole_files import write_text
@@ -115,8 +115,12 @@ def _stages_s(runs: Sequence[Run]) -> dict[str, float]:
     total: dict[str, float] = {}
     for run in runs:
         before = 0
-        for event in run.trained:
+        for event in run.events:
+            if not isinstance(event, Trained | Resumed):
+                continue
             steps, before = event.step - before, event.step
+            if isinstance(event, Resumed):
+                continue  # the means of the next event hold since this start
             for stage, mean_s in event.stage_mean_s.items():
                 if math.isfinite(mean_s) and mean_s > 0:
                     total[stage] = total.get(stage, 0.0) + steps * mean_s

@@ -142,7 +142,12 @@ def strategy(run: Run) -> str:
         return plain(option(config, "optimizer", "name") or "unknown optimizer")
     share = option(config, "kfac", "grad_worker_fraction")
     name = plain(option(config, "kfac", "strategy"))
-    return name if share is None else f"{name}@{number(share):g}"
+    return with_fraction(name, None if share is None else number(share))
+
+
+def with_fraction(name: str, share: float | None) -> str:
+    """Return the name of a strategy with its fraction of gradient workers."""
+    return name if share is None else f"{name}@{share:g}"
 
 
 def _has_kfac(run: Run) -> bool:

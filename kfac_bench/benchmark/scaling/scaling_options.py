@@ -12,7 +12,7 @@ from kfac_bench.benchmark import run_end, slurm_jobs
 from kfac_bench.benchmark.grid import Cell, run_cells
 from kfac_bench.benchmark.local_runs import warn_if_busy
 from kfac_bench.benchmark.scaling import scaling_report
-from kfac_bench.benchmark.scaling.measured import ScalingPoint, measure
+from kfac_bench.benchmark.scaling.measured import ScalingPoint, measure, with_fraction
 from kfac_bench.benchmark.scaling.scaling_report import scaling_table, stage_table
 from kfac_bench.benchmark.slurm_jobs import KFAC_BENCH
 from kfac_bench.config import compose
@@ -113,7 +113,10 @@ def _simulated(request: ScalingRequest, machine: Hardware) -> scaling_report.Sim
     """Return the efficiencies of the same steps on a model of the machine."""
     from kfac_bench.simulate import workload  # This import loads torch.
 
-    config = compose.load(request.overrides)
+    # The measured runs set this, too. Without K-FAC the workload would have no layers.
+    has_kfac = any(each.strategy != SGD for each in request.variants)
+    more = ["kfac.enabled=true"] if has_kfac else []
+    config = compose.load([*request.overrides, *more])
     machine.check_precision(config.trainer.precision)
     cells = []
     intervals = Intervals(config.kfac.factor_update_freq, config.kfac.update_freq)
@@ -129,7 +132,9 @@ def _simulated(request: ScalingRequest, machine: Hardware) -> scaling_report.Sim
     simulated: dict[str, dict[int, float]] = {}
     for cell in cells:
         # Measured runs without K-FAC have the name of their optimizer.
-        name = cell.variant.label if cell.variant.strategy != SGD else config.optimizer.name
+        name = config.optimizer.name
+        if cell.variant.strategy != SGD:
+            name = with_fraction(cell.variant.strategy, cell.variant.fraction)
         simulated.setdefault(name, {})[cell.world_size] = efficiency(cells, cell)
     return simulated
 

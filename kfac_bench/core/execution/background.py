@@ -116,7 +116,8 @@ def _use_one_core() -> None:
 _in_process: WeakSet[Background] = WeakSet()
 
 
-def _wait_for_all() -> None:
+def wait_for_all() -> None:
+    """Wait until the threads of all KFACs in this process have ended their jobs."""
     for background in list(_in_process):
         background.wait()
 
@@ -127,7 +128,7 @@ def _forget_threads() -> None:
 
 
 # A fork copies results but no threads. So all jobs end before a fork, as for DataLoader's workers.
-os.register_at_fork(before=_wait_for_all, after_in_child=_forget_threads)
+os.register_at_fork(before=wait_for_all, after_in_child=_forget_threads)
 
 
 MAX_WAITING = 8

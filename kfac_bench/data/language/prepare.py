@@ -133,8 +133,9 @@ def vocabulary_of(
                 shutil.copyfile(file, temporary)
         return given
     if final.exists():
-        say(f"using the vocabulary {final}")
-        return wordpiece.read(final)
+        found = wordpiece.read(final)
+        say(f"using the vocabulary {final} of {len(found):,} tokens")
+        return found
     texts, characters, skipped = list[str](), 0, list[Unreadable]()
     for document in source():
         texts.append(document.text)

@@ -89,9 +89,10 @@ class Writer:
         keep_last: int,
         keep_best: int = 0,
         before_commit: Callable[[], None] = lambda: None,
+        every: int | None = None,
     ) -> None:
         self._directory, self._ranks = directory, ranks
-        self._keep_last, self._keep_best = keep_last, keep_best
+        self._keep_last, self._keep_best, self._every = keep_last, keep_best, every
         self._before_commit = before_commit
         # A name that all ranks of this start share: a thread must not take the files that a killed
         # process has left behind for the files of this start.
@@ -266,7 +267,7 @@ class Writer:
         sync_folder(self._directory)
         with suppress(OSError):
             checkpoint_folder.remove_old(
-                self._directory, saving.step, self._keep_last, self._keep_best
+                self._directory, saving.step, self._keep_last, self._keep_best, self._every
             )
 
 

@@ -173,6 +173,7 @@ BAD = [
     (("optimizer.lr=0.1",), "optimizer.lr=0.1: kfac-bench try sets optimizer.lr itself"),
     (("optimizer=sgd",), "kfac-bench try sets optimizer itself"),
     (("seed=3",), "kfac-bench try sets seed itself"),
+    (("from=runs/a",), "kfac-bench try sets from itself"),
     (("++kfac.damping_freq=3",), "kfac-bench try sets kfac.damping_freq itself"),
     (("trainer.max_steps=3",), "kfac-bench try sets trainer.max_steps itself"),
     (("quick",), "quick: write an override as OPTION=VALUE"),

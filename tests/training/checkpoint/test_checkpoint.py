@@ -221,6 +221,17 @@ def test_keep_last_keeps_the_newest_checkpoints(folder):
     assert names(folder) == ["step-00000005"]
 
 
+def test_the_checkpoint_of_an_interruption_displaces_no_regular_one(folder):
+    """Tables start runs from several regular checkpoints of one run."""
+    save(folder, 1000, 1200, 1390)
+    for step, kept in ((1400, [1000, 1200, 1400]), (1563, [1200, 1400, 1563])):
+        save(folder, step)
+        checkpoint_folder.remove_old(folder, step, 3, 0, 200)
+        assert checkpoint_folder.steps(folder) == kept
+    checkpoint_folder.remove_old(folder, 1563, 3, 0, 1000)  # the frequency has changed
+    assert checkpoint_folder.steps(folder) == kept
+
+
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_a_new_checkpoint_is_kept_when_damaged_later_ones_exist(folder, keep_last):
     """After a run falls back to an older checkpoint, it counts steps from there again."""
