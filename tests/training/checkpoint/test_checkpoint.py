@@ -15,6 +15,7 @@ import torch
 from kfac_bench.core.distributed.collective import TorchCollective
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
+from kfac_bench.record import checkpoint_folder
 from kfac_bench.training import checkpoint
 from kfac_bench.training.checkpoint import writing
 from kfac_bench.training.step_results import Clock
