@@ -208,6 +208,12 @@ class TrainerConfig(Section):
                 "trainer.clip_grad_when=after has no effect without a limit: set "
                 "trainer.clip_grad_norm too"
             )
+        has_clip = self.clip_grad_norm is not None and self.clip_grad_when != "after"
+        if has_clip and config.kfac.enabled and config.kfac.adaptive_damping:
+            raise UsageError(
+                "kfac.adaptive_damping=true judges steps by whole gradients, but "
+                "trainer.clip_grad_norm shortens them first: set trainer.clip_grad_when=after"
+            )
         if self.compile:
             self._check_compile(config)
         for name in ("channels_last", "compile", "ema"):

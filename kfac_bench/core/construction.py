@@ -67,8 +67,12 @@ def build(
     layer_types: LayerTypes | None,
     collective: Collective,
     model_parallel: Collective | None,
+    before: WriteBack | None = None,
 ) -> KFACParts:
-    """Build all parts of a KFAC; see :class:`KFAC` for the arguments and the errors."""
+    """Build all parts of a KFAC; see :class:`KFAC` for the arguments and the errors.
+
+    ``before`` is the part of a KFAC that is built again.
+    """
     # Step 1, validate: refuse what cannot work, before anything is built.
     validation.check_model(model)
     validation.check_optimizer(optimizer)
@@ -90,6 +94,7 @@ def build(
         model_parallel,
         grafting=options["grafting"],
         trust_ratio=options["trust_ratio"],
+        before=before,
     )
 
     # Step 2, plan: who computes and who sends what. Every rank makes the same plan.

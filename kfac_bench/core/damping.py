@@ -29,7 +29,9 @@ from kfac_bench.core.schedule import Schedule
 class LevenbergMarquardt:
     """A damping for ``KFAC(damping=LevenbergMarquardt(...))``.
 
-    Call :meth:`KFAC.adapt_damping` after each ``optimizer.step``. The rule is that of Martens &
+    Call :meth:`KFAC.adapt_damping` after each ``optimizer.step``. A clip of the gradients belongs
+    after K-FAC: before it, the clip makes the predicted change too small, and the damping falls to
+    ``least``. The rule is that of Martens &
     Grosse 2015, section 6.5. With the ratio rho of the measured and the predicted change of the
     loss, the damping is multiplied by ``decay ** interval`` if rho is above 3/4, and divided by it
     if rho is below 1/4.
@@ -64,6 +66,10 @@ class LevenbergMarquardt:
             raise ValueError(f"{self}: needs interval >= 1")
         if self.terms < 1:
             raise ValueError(f"{self}: needs terms >= 1")
+
+    def restart(self) -> None:
+        """Begin again with ``initial``, as a new :class:`KFAC` does."""
+        self.value, self.rho = self.initial, math.nan
 
     def __call__(self, step: int) -> float:
         """Return the damping now, as a schedule does."""

@@ -165,6 +165,8 @@ class KFAC:
         self.in_optimizer_state = True
         self.choice: Choice | None = None
         self._first_steps: FirstSteps | None = None
+        if (damping := adaptive(self._options["damping"])) is not None:
+            damping.restart()
         self._build(model, self._options)
         if self._coverage is not None:
             self._take_waiting_state(self._coverage)
@@ -174,7 +176,9 @@ class KFAC:
             if self._capture is not None and self._capture.identity is not None:
                 self._capture.identity.due.clear()  # the time of statistics is measured
 
-    def _build(self, model: nn.Module, options: KFACOptions) -> None:
+    def _build(
+        self, model: nn.Module, options: KFACOptions, before: WriteBack | None = None
+    ) -> None:
         """Make all parts and connect them to the model."""
         parts = construction.build(
             model,
@@ -183,6 +187,7 @@ class KFAC:
             self._layer_types,
             self.collective,
             self._others,
+            before,
         )
         self.plan = parts.plan
         self._layers, self._skipped, self._coverage = parts.layers, parts.skipped, parts.coverage
@@ -324,10 +329,10 @@ class KFAC:
             )
         if self._attachment is None:
             self._guards.order.check()
-        if self._first_steps is not None:
-            self._watch(self._first_steps)
-            return
         with without_autocast(self._layers[0].weight):
+            if self._first_steps is not None:
+                self._watch(self._first_steps)
+                return
             self._stepper.run(
                 self.steps,
                 self._capture,
@@ -359,7 +364,7 @@ class KFAC:
         """Build K-FAC again with the options of a choice."""
         loss_weight, model = self.loss_weight, self._stepper.wrapped() or self._stepper.model
         self._disconnect()
-        self._build(model, within(self._options, choice))
+        self._build(model, within(self._options, choice), self._write_back)
         self.loss_weight, self.choice, self._first_steps = loss_weight, choice, None
 
     def fisher_backward(

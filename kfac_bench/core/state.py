@@ -38,7 +38,9 @@ which it comes into use. It has no tensors if the factor could not be decomposed
 def is_whole(run: Executor) -> bool:
     """Return whether each rank holds everything."""
     plan = run.plan
-    if run.background is not None and plan.world_size > 1:
+    if plan.world_size == 1:
+        return True
+    if run.background is not None:
         return False  # only the rank that decomposes a factor holds what is not in use yet
     every = tuple(range(plan.world_size))
     return plan.factors_on == "all" and all(p.grad_workers == every for p in plan.placements)

@@ -7,6 +7,7 @@ sends to all ranks what it found. So all ranks make the same plan.
 """
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from weakref import ref
@@ -52,6 +53,7 @@ class Stepper:
         self._guards, self._is_eigen_adam = parts.guards, parts.coverage is not None
         self._fisher, self._adaptive = fisher, adaptive
         self._trial: Trial | None = None
+        self._has_warned = False
 
     @torch.no_grad()
     def run(
@@ -72,7 +74,7 @@ class Stepper:
             track_cosine: Whether to compute per-layer cosines.
             time_stages: Whether to wait for the device where a stage starts and ends.
         """
-        self._refuse_join(capture.wrapper or self.wrapped)
+        self._check_wrapper((capture.wrapper or self.wrapped)())
         settings, executor = self._schedules.at(step), self._executor
         self._guards.check_dtypes()
         # Not a method: the executor outlives this object, so it must not refer to this object.
@@ -123,10 +125,21 @@ class Stepper:
             self._guards.judge,
         )
 
-    def _refuse_join(self, wrapper: ref[nn.Module]) -> None:
-        """Raise RuntimeError inside torch's ``Join``: ranks that ended would answer no message."""
-        join = getattr(wrapper(), "_join_config", None)
-        if join is not None and join.enable and self._executor.collective.world_size > 1:
+    def _check_wrapper(self, wrapper: nn.Module | None) -> None:
+        """Raise RuntimeError if the ranks of DistributedDataParallel are not those of K-FAC.
+
+        Inside torch's ``Join``, ranks that ended would answer no message.
+        """
+        if not isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            return
+        if self._executor.collective.world_size == 1:
+            if wrapper.process_group.size() > 1:
+                raise RuntimeError(
+                    "this KFAC was built before init_process_group(), so it knows one rank, but "
+                    "DistributedDataParallel averages gradients over "
+                    f"{wrapper.process_group.size()} ranks. Build KFAC after init_process_group()"
+                )
+        elif wrapper._join_config.enable:
             raise RuntimeError(
                 "K-FAC cannot run inside join(): ranks without batches would not take part in its "
                 "messages. Give each rank equally many batches, for example with "
@@ -171,6 +184,14 @@ class Stepper:
 
     def _begin_trial(self, step: int) -> None:
         """Remember weights and gradients if the adaptive damping will judge this step."""
+        if self._trial is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "LevenbergMarquardt: the damping stays as it is, because adapt_damping() was not "
+                "called after a step that it should judge. Call adapt_damping() after "
+                "optimizer.step(), or choose another damping",
+                stacklevel=2,
+            )
         self._trial = None
         if self._adaptive is not None and self._adaptive.is_due(step):
             self._trial = Trial(self.model, self._adaptive)
@@ -243,7 +264,7 @@ def measure(collective: Collective, device: torch.device, method: str) -> Rates:
         device: That of the layers.
         method: That of KFAC.
     """
-    small = torch.ones(8, device=device)
+    small = torch.ones(8, dtype=torch.float32, device=device)
     calls = 100
 
     def call_often() -> None:
@@ -252,7 +273,7 @@ def measure(collective: Collective, device: torch.device, method: str) -> Rates:
 
     seconds = [_fastest(call_often, device) / calls]
     numel = COPY_NUMEL
-    source = torch.ones(numel, device=device)
+    source = torch.ones(numel, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     seconds.append(8 * numel / _fastest(lambda: target.copy_(source), device))
     seconds += [_product_flops(n, device) for n in SIZES]
@@ -276,12 +297,14 @@ def _of_rank_0(
 
 
 def _product_flops(n: int, device: torch.device) -> float:
-    left, right = torch.ones(n, n, device=device), torch.ones(n, 4 * n, device=device)
+    left, right = (torch.ones(n, k, dtype=torch.float32, device=device) for k in (n, 4 * n))
     return 8.0 * n**3 / _fastest(lambda: left @ right, device)
 
 
 def _decompose_s(n: int, device: torch.device, method: str) -> float:
-    rows = torch.randn(2 * n, n, generator=torch.Generator().manual_seed(0)).to(device)
+    # The script may have set another default device and dtype.
+    cpu = {"device": "cpu", "generator": torch.Generator("cpu").manual_seed(0)}
+    rows = torch.randn(2 * n, n, dtype=torch.float32, **cpu).to(device)  # type: ignore[call-overload]
     factor = rows.mT @ rows / len(rows)
     if method == "inverse":
         return _fastest(lambda: linalg.damped_inverse(factor, 1.0), device)

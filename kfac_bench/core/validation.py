@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kfac_bench.core.damping import adaptive
-from kfac_bench.core.distributed.dtensor import any_tensor_parallel
+from kfac_bench.core.distributed.dtensor import any_tensor_parallel, is_offloaded
 from kfac_bench.core.execution.adam import AdamRule
 from kfac_bench.core.execution.gradients import any_sharded
 from kfac_bench.core.kfac_options import OPTIONS, KFACOptions, state_dtypes, unused_by_eigen_adam
@@ -228,6 +228,11 @@ def check_layers(
         )
     if not any_sharded(layers):
         return
+    if offloaded := [layer.name for layer in layers if is_offloaded(layer.weight)]:
+        raise ValueError(
+            f"layer {offloaded[0]} has its weight on the CPU, but FSDP2 computes elsewhere: K-FAC "
+            "does not work with CPUOffloadPolicy; remove the policy"
+        )
     if options["overlap"]:
         raise ValueError(
             "overlap=True needs whole gradients, but ranks hold parts of the parameters; "

@@ -45,6 +45,20 @@ def test_a_long_interval_moves_the_damping_to_its_limits():
     assert damping.value == damping.least
 
 
+def test_a_damping_that_nobody_adapts_warns_once_and_begins_again_in_another_kfac():
+    model, damping = nn.Sequential(nn.Linear(3, 2)), LevenbergMarquardt(initial=0.1, interval=1)
+    kfac = kfac_of(model, damping=damping)
+    kfac.step()
+    with pytest.warns(UserWarning, match=r"adapt_damping\(\) was not called"):
+        kfac.step()
+    kfac.step()
+    damping.update(1.0, -1.0)
+    kfac.detach()
+    kfac_of(model, damping=damping)
+    assert damping.value == 0.1
+    assert math.isnan(damping.rho)
+
+
 def test_a_step_without_gradients_says_nothing_about_the_damping():
     model, damping = nn.Sequential(nn.Linear(3, 2)), LevenbergMarquardt(initial=0.1, interval=1)
     kfac = kfac_of(model, damping=damping)

@@ -148,6 +148,51 @@ def test_a_state_of_the_first_steps_lets_them_begin_again(clock):
     assert loaded.choice is not None
 
 
+def test_a_state_before_the_choice_loads_after_it(clock):
+    """A finder of learning rates puts the first state back."""
+    model, optimizer, kfac = budgeted(0.7 * WIDE / 1e-3)
+    first = copy.deepcopy(kfac.state_dict())
+    train(model, optimizer, WATCHED + 2)
+    choice = kfac.choice
+    assert choice.max_dim < 48
+    kfac.load_state_dict(first)
+    assert (kfac.steps, kfac.choice) == (0, choice)
+    train(model, optimizer, 2)
+
+
+def test_a_rebuild_finds_the_groups_of_weights_that_the_optimizer_no_longer_has(clock):
+    """As with DeepSpeed, which trains one flat parameter in place of each group."""
+    model, optimizer, kfac = budgeted(1.0)
+    train(model, optimizer, WATCHED - 1)
+    weights = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(3))]
+    train(model, optimizer, 1)
+    assert kfac.choice is not None
+    optimizer.load_state_dict(optimizer.state_dict())  # makes other groups
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert set(kfac._write_back.learning_rates().values()) == {0.25}
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "params": weights, "lr": 0.5}
+    assert set(kfac._write_back.learning_rates().values()) == {0.5}
+
+
+@pytest.mark.parametrize("method", ["inverse", "eigen"])
+def test_rates_are_measured_in_float32_whatever_the_script_computes_in(monkeypatch, method):
+    monkeypatch.setattr(stepper, "SIZES", (8, 16))
+    monkeypatch.setattr(stepper, "COPY_NUMEL", 64)
+    model = nn.Sequential(nn.Linear(4, 4))
+    kfac = KFAC(model, sgd(model), max_overhead=1e9, method=method).attach()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for _ in range(WATCHED):
+            kfac._optimizer.zero_grad()
+            model(torch.ones(2, 4, dtype=torch.float32)).sum().backward()
+            with torch.autocast("cpu", torch.bfloat16):
+                kfac._optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert kfac.choice is not None
+
+
 def test_a_state_without_budget_keeps_the_options(clock):
     model = net()
     optimizer = sgd(model)

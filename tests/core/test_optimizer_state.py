@@ -120,6 +120,18 @@ def doubled(*linear):
     return nn.Sequential(nn.Flatten(), linear[0](16, 6), nn.Tanh(), linear[1](6, 4))
 
 
+@pytest.mark.parametrize("strategy", ["owner_reduce", "local_factors", "mem_opt"])
+def test_one_rank_holds_the_whole_state_of_each_strategy(strategy):
+    """A script for several ranks is tried on one rank first."""
+    model = nn.Sequential(nn.Linear(4, 2))
+    optimizer = eigen_adam(model, kfac={"strategy": strategy})
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.consolidate_state_dict()
+    optimizer.load_state_dict(optimizer.state_dict())
+    copy.deepcopy(optimizer)
+
+
 @pytest.mark.filterwarnings("ignore:K-FAC")
 def test_layers_that_were_left_to_the_optimizer_stay_left():
     seldom = {"update_freq": 4, "factor_update_freq": 4}  # no check follows the resume

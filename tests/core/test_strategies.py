@@ -895,6 +895,21 @@ def train_in_join(is_first):
     kfac.detach()
 
 
+def train_with_an_early_kfac():
+    model = DistributedDataParallel(bare := tiny_model())
+    optimizer = sgd(bare)
+    kfac = KFAC(bare, optimizer, collective=SingleProcess()).attach()
+    loss_of(model, *my_part(*batch(0)))[1].backward()
+    with pytest.raises(RuntimeError, match=r"built before init_process_group\(\)"):
+        optimizer.step()
+    kfac.detach()
+
+
+def test_a_kfac_of_one_rank_below_ddp_is_refused():
+    """The ranks would drift apart without a word."""
+    run_ranks(2, train_with_an_early_kfac)
+
+
 @pytest.mark.parametrize("is_first", [False, True])  # K-FAC before DistributedDataParallel
 def test_unequal_numbers_of_batches_under_join_are_refused(is_first):
     run_ranks(2, train_in_join, is_first)

@@ -20,6 +20,11 @@ def is_sharded(x: Tensor) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
+def is_offloaded(x: Tensor) -> bool:
+    """Return whether this rank holds its part on another kind of device than it computes on."""
+    return is_sharded(x) and x.device_mesh.device_type != x.device.type  # type: ignore[attr-defined]
+
+
 def any_tensor_parallel(model: nn.Module) -> bool:
     """Return whether the model computes with parts of parameters.
 

@@ -23,6 +23,7 @@ class WriteBack:
         others: Spans the ranks that hold the other layers of the model, if there are any.
         grafting: The option of KFAC.
         trust_ratio: The option of KFAC.
+        before: What wrote until now, if K-FAC is built again.
 
     Raises:
         ValueError: The optimizer does not hold the weight or the bias of a layer.
@@ -36,14 +37,15 @@ class WriteBack:
         *,
         grafting: bool = False,
         trust_ratio: float | None = None,
+        before: "WriteBack | None" = None,
     ) -> None:
         self._layers, self._optimizer, self._others = layers, optimizer, others
         self._has_grafting, self._trust_ratio = grafting, trust_ratio
         self._most_across = (
             linalg.MOST_ACROSS_ELEMENTWISE if _is_elementwise(optimizer) else linalg.MOST_ACROSS
         )
-        self._group_of: dict[str, int] = {}
-        self._group_count = 0
+        self._group_of: dict[str, int] = {} if before is None else before._group_of
+        self._group_ids: list[int] = [] if before is None else before._group_ids
         self._groups()
         self._nu: Tensor | None = None
         self._rows_of: tuple[list[str], Tensor] | None = None
@@ -52,10 +54,16 @@ class WriteBack:
 
     def _groups(self) -> dict[str, int]:
         """Return each layer's index in the optimizer's groups; a script may add or remove some."""
-        # Not by the parameters: DeepSpeed replaces those of each group by one flat parameter.
-        if (count := len(self._optimizer.param_groups)) != self._group_count:
-            self._group_of = _find_param_groups(self._layers, self._optimizer)
-            self._group_count = count
+        ids, before = [id(group) for group in self._optimizer.param_groups], self._group_ids
+        if ids != before:
+            try:
+                self._group_of = _find_param_groups(self._layers, self._optimizer)
+            except ValueError:
+                # DeepSpeed replaces the parameters of each group by one flat parameter, and loading
+                # a state replaces the groups.
+                if len(ids) != len(before):
+                    raise
+            self._group_ids = ids
         return self._group_of
 
     def learning_rates(self) -> dict[str, float]:
@@ -176,7 +184,7 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
     Its options say so: those of the averages of squares (Adam, RMSprop, Adadelta, Adagrad,
     Adafactor) or signs (Lion, Rprop). ASGD has another alpha, SAM before SGD another rho.
     """
-    either = {"betas", "lr_decay", "beta2_decay", "etas"}
+    either = {"betas", "lr_decay", "beta2_decay", "etas", "clip_threshold"}
 
     def says_so(options: Collection[str]) -> bool:
         is_rmsprop = "alpha" in options and "lambd" not in options

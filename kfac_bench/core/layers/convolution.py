@@ -64,20 +64,33 @@ class ConvLayer(Layer):
     def _conv(self) -> Conv:
         return self.modules[0]  # type: ignore[return-value]
 
+    def _of_axes(self, name: str) -> tuple[int, ...]:
+        """Return an option of the module for each axis. A script may have set it to one number."""
+        value = getattr(self.modules[0], name)
+        return (value,) * (self.weight.ndim - 2) if isinstance(value, int) else tuple(value)
+
+    @property
+    def _stride(self) -> tuple[int, ...]:
+        return self._of_axes("stride")
+
+    @property
+    def _dilation(self) -> tuple[int, ...]:
+        return self._of_axes("dilation")
+
     @property
     def _pads(self) -> list[int]:
         """The padding of the forward, in the order of :func:`torch.nn.functional.pad`."""
         conv = self._conv
         if conv.padding_mode == "zeros" and not isinstance(conv.padding, str):
             # Scripts change conv.padding later. Only the other modes read the attribute below.
-            return [pad for pad in reversed(conv.padding) for _ in range(2)]
+            return [pad for pad in reversed(self._of_axes("padding")) for _ in range(2)]
         return conv._reversed_padding_repeated_twice
 
     def fits(self, x: Tensor, output: Tensor) -> bool:
         """See :meth:`Layer.fits`. A forward may pad its input itself, as timm's Conv2dSame does."""
         conv, n = self._conv, self.weight.ndim - 1
         pads, size = self._pads, list(x.shape[1 - n :])
-        size = output_size(size, conv.kernel_size, conv.stride, pads, conv.dilation)
+        size = output_size(size, conv.kernel_size, self._stride, pads, self._dilation)
         return self._has_channels(x, output) and list(output.shape[1 - n :]) == size
 
     def _has_channels(self, x: Tensor, output: Tensor) -> bool:
@@ -92,7 +105,7 @@ class ConvLayer(Layer):
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.rows`. The patches are made explicitly."""
         conv, (x, g) = self._conv, self._batched(x, g)
-        a = patch_rows(self._pad(x), conv.kernel_size, conv.stride, conv.dilation, conv.groups)
+        a = patch_rows(self._pad(x), conv.kernel_size, self._stride, self._dilation, conv.groups)
         a = a.transpose(0, 1)
         return with_ones(a) if self.bias is not None else a, self._output_rows(g)
 
@@ -133,10 +146,10 @@ class ConvLayer(Layer):
         return input_moment(
             x,
             conv.kernel_size,
-            conv.stride,
+            self._stride,
             self._pads,
             conv.padding_mode,
-            conv.dilation,
+            self._dilation,
             conv.groups,
             bias=has_bias,
         )
@@ -153,7 +166,7 @@ class ConvLayer(Layer):
         """See :meth:`Layer.sums`."""
         conv, (x, g) = self._conv, self._batched(x, g)
         # A sum over positions needs no explicit patches.
-        a = patch_sum(self._pad(x), conv.kernel_size, conv.stride, conv.dilation, conv.groups)
+        a = patch_sum(self._pad(x), conv.kernel_size, self._stride, self._dilation, conv.groups)
         g_rows = at_least_float32(self._output_rows(g))
         return self._with_bias_sum(a.transpose(0, 1), g_rows.shape[2]), g_rows.sum(2)
 
@@ -167,7 +180,7 @@ class ConvLayer(Layer):
         """Return the gradient of the weight of a convolution of padded ``inputs``."""
         conv, no_padding = self._conv, [0] * (inputs.ndim - 2)
         like = inputs.new_empty(self.weight.shape)
-        options = conv.stride, no_padding, conv.dilation, False, no_padding, conv.groups
+        options = self._stride, no_padding, self._dilation, False, no_padding, conv.groups
         backward = torch.ops.aten.convolution_backward
         made: Tensor = backward(outputs, inputs, like, None, *options, [False, True, False])[1]
         return made
@@ -220,12 +233,11 @@ class TransposedConvLayer(ConvLayer):
     def _geometry(self, g: Tensor) -> Geometry:
         """Return the shape of one call; the output tells its output padding."""
         module = self._transposed
-        assert not isinstance(module.padding, str)
         return Geometry(
             module.kernel_size,
-            module.stride,
-            module.padding,
-            module.dilation,
+            self._stride,
+            self._of_axes("padding"),
+            self._dilation,
             module.groups,
             g.shape[2:],
         )
@@ -258,13 +270,12 @@ class TransposedConvLayer(ConvLayer):
         """See :meth:`Layer.gradient`. It is that of the convolution from outputs to inputs."""
         x, g = (at_least_float32(t) for t in self._batched(x, g))
         module = self._transposed
-        padding = module.padding
-        assert not isinstance(padding, str)
+        padding = self._of_axes("padding")
         before: list[int] = []  # F.pad wants the last dimension first
         after: list[int] = []  # perhaps negative: no pixel reaches these positions
         for i, size in enumerate(x.shape[2:]):
-            span = module.dilation[i] * (module.kernel_size[i] - 1) + 1
-            reached = (size - 1) * module.stride[i] + span
+            span = self._dilation[i] * (module.kernel_size[i] - 1) + 1
+            reached = (size - 1) * self._stride[i] + span
             before = [padding[i], 0, *before]
             after = [0, reached - padding[i] - g.shape[i + 2], *after]
         padded = F.pad(F.pad(g, before), after)

@@ -396,7 +396,7 @@ def test_a_convolution_whose_padding_and_dilation_change_later():
         torch.manual_seed(0)
         conv = nn.Conv2d(2, 3, 3, padding=1) if later else nn.Conv2d(2, 3, 3, 1, 2, 2)
         model = nn.Sequential(conv, nn.Flatten(), nn.Linear(75, 3))
-        conv.padding, conv.dilation = (2, 2), (2, 2)
+        conv.padding, conv.dilation = (2, 2), 2
         kfac = kfac_of(model)
         loss_of(model(torch.randn(6, 2, 5, 5)), 6).backward()
         kfac.step()
