@@ -9,6 +9,7 @@ run again only on request.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
