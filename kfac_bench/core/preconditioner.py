@@ -30,6 +30,7 @@ from kfac_bench.core.damping import adaptive
 from kfac_bench.core.distributed.collective import Collective, default_collective
 from kfac_bench.core.distributed.deepspeed_zero import takes_gradient
 from kfac_bench.core.eigen_adam_optimizer import Coverage, find_eigen_adam
+from kfac_bench.core.execution.write_back import WriteBack
 from kfac_bench.core.kernels.gram import without_autocast
 from kfac_bench.core.kfac_options import (
     OPTIONS,

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from weakref import ref
 
 import torch
 from torch import Tensor, nn

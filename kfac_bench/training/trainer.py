@@ -462,8 +462,7 @@ class Trainer:
     @contextmanager
     def _outside_training(self) -> Iterator[None]:
         """Pause the training clock inside the block, and compute no gradients."""
-        # Work that is still on the device, or on K-FAC's thread, belongs to the training time before
-        # the block.
+        # Work that is still on the device, or on K-FAC's thread, belongs to the training before.
         wait_for_all()
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize()

@@ -91,7 +91,6 @@ def test_a_lost_worker_is_exit_code_1(capsys):
     assert capsys.readouterr().err.endswith("need less memory. killed by signal: Killed.\n")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 def test_a_text_that_ends_a_program_of_the_user_is_its_line(capsys):
     with pytest.raises(SystemExit) as stop:
         exit_with("kfac-train", lambda: sys.exit("no data\nhere"))
@@ -99,6 +98,7 @@ def test_a_text_that_ends_a_program_of_the_user_is_its_line(capsys):
     assert capsys.readouterr().err == "kfac-train: no data here\n"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.slow
 def test_a_port_in_use_ends_every_rank_within_the_timeout(rank):
     with socket.socket() as stranger:

@@ -375,10 +375,8 @@ def test_two_ranks_are_measured_once(tmp_path, capsys):
 
 def test_the_simulation_has_the_lines_of_the_measured_strategies():
     """Also with the experiment of an optimizer alone, and with a fraction of gradient workers."""
-    asked = request(
-        ["experiment=digits/autoencoder_sgd", "--strategy=hybrid_opt@1/2", "--world-size=2,4"]
-        + ["--hardware=two_cores"]
-    )
+    words = "experiment=digits/autoencoder_sgd --strategy=hybrid_opt@1/2 --world-size=2,4"
+    asked = request([*words.split(), "--hardware=two_cores"])
     simulated = scaling_options._simulated(asked, asked.machine)
     assert set(simulated) == {"sgd", "hybrid_opt@0.5"}
     assert simulated["sgd"] != simulated["hybrid_opt@0.5"]
