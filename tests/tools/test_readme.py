@@ -1,8 +1,10 @@
 """README: what it tells people to type works, its links lead somewhere, its numbers hold."""
 
 import functools
+import json
 import re
 import shlex
+from statistics import median
 
 import pytest
 
@@ -10,12 +12,13 @@ from benchmarks.contest import contest_tables
 from benchmarks.contest.contest_tables import medians
 from benchmarks.contest.result_store import ResultStore
 from benchmarks.contest.setup import CONF
-from benchmarks.contest.sitting import tasks_of
+from benchmarks.contest.sitting import ALL, tasks_of
 from benchmarks.contest.studies import PART
-from kfac_bench.benchmark import schema
+from kfac_bench.benchmark import schema, suite
 from kfac_bench.benchmark.performance_profile import profile_finding, scores
 from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import compose, conf_files, option_help, problem_file
+from kfac_bench.config.options import options
 from tests.support import ROOT
 from tests.support.figures import texts
 
@@ -200,6 +203,54 @@ def test_the_numbers_of_the_contest_are_those_of_its_runs(monkeypatch):
         "python -m benchmarks.contest tables contest --into draws it again"
     )
     assert all(f"{name} {score:.2f}" in drawn for name, score in scores(times).items())
+
+
+def test_the_row_of_resnet50_on_digits_follows_from_its_runs(tmp_path):
+    runs = suite.row("resnet50_digits", None, runs_dir=str(tmp_path))
+    ResultStore(ROOT / "benchmarks" / "results", "resnet50_digits", "table", [ALL]).unpack(
+        runs.folder
+    )
+    found = {
+        (line.point["optimizer"], line.quantity): line.measured
+        for line in suite.results(runs, suite.attempts(runs))
+    }
+    page = (ROOT / "docs" / "lab" / "real_networks.md").read_text()
+    for name in runs.benchmark.axes["optimizer"]:
+        accuracy, train_s = found[name, "accuracy"], found[name, "seconds"].value
+        to_level_s = found[name, "seconds to SGD's accuracy"].value
+        span = f"{accuracy.value:.1f} % ({accuracy.low:.1f} to {accuracy.high:.1f})"
+        assert f"| {name} | {span} | {train_s:.0f} | {to_level_s:.0f} |" in page
+    _, own, others = row("accuracy of ResNet-50 on digits")
+    told = {
+        name: f"{found[name, 'accuracy'].value:.1f} % in {found[name, 'seconds'].value:.0f} s"
+        for name in ("K-FAC", "SGD")
+    }
+    assert own == told["K-FAC"]
+    assert others == f"**SGD** {told['SGD']}, ahead after equal time"
+    assert found["K-FAC", "seconds to it over SGD's"].low > 1
+    # The cells are the command of README, whose options come from its recipe.
+    (cell,) = (cell for cell in runs.cells if cell.label == "K-FAC seed 1")
+    first = compose.load(["model=resnet50", "kfac.update_freq=500", "recipe=digits_resnet"])
+    ours = dict((name, value) for name, value, _ in options(cell.config()))
+    changed = {name for name, value, _ in options(first) if ours[name] != value}
+    assert changed == {"trainer.clock", "trainer.threads", "seed", "runs_dir"}
+
+
+def test_the_errors_of_the_heat_equation_follow_from_its_runs():
+    page = (ROOT / "docs" / "tutorials" / "physics_informed.md").read_text()
+    lines = (ROOT / "benchmarks" / "results" / "physics_informed.jsonl").read_text().splitlines()
+    errors = {}
+    for raw in map(json.loads, lines):
+        name, (found, steps) = raw["optimizer"], zip(*raw["runs"], strict=True)
+        errors[name] = f"{median(found):.2g}"
+        (cells,) = re.findall(rf"^\| {name} \| (.*) \|$", page, re.MULTILINE)
+        best, *told = cells.replace("**", "").split(" | ")
+        assert float(best.split()[1]) == raw["best"]
+        assert told[:3] == [f"{error:.2g}" for error in (median(found), min(found), max(found))]
+        assert told[3].split(",")[0] == f"{median(steps):.0f}"
+    _, own, others = row("a heat equation")
+    assert own == f"**{errors['K-FAC']}**"
+    assert others == f"L-BFGS {errors['L-BFGS']}, Adam {errors['Adam']}"
 
 
 def test_the_row_of_the_gpu_is_that_of_its_page():
