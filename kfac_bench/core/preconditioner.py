@@ -655,10 +655,11 @@ class KFAC:
         layers, choice = self._layers, None
         if self._options["max_overhead"] is not None:
             choice = state_check.choice(states)
-        if choice is not None and choice != self.choice:
+        is_first = choice is None and all(each.get("steps") == 0 for each in states)
+        if (choice is not None and choice != self.choice) or (is_first and self.choice):
             # Blocks and diagonals of a choice give factors other shapes. The check comes before
             # the rebuild, which forgets the running averages.
-            options = within(self._options, choice)
+            options = self._options if choice is None else within(self._options, choice)
             layers, _ = covered_layers(self._stepper.model, options, self._layer_types)
         steps = state_check.check(merged, states, layers, has_factors=bool(self.plan.factors))
         if choice is not None and choice != self.choice:

@@ -58,14 +58,12 @@ def check(
             f"K-FAC state has layers this model lacks: {unknown[:3]}; "
             "load the state of the same model, with the same frozen layers"
         )
-    # A state without a step has shapes for torch.distributed.checkpoint, perhaps those before the
-    # choice of a budget. Nobody loads its numbers.
-    for layer in layers if steps else ():
+    for layer in layers:
         name = layer.name
         entries = merged.get(name, {})
         for factor in layer.spec.factors:
             entry = entries.get(factor, {})
-            _check_factor(layer.spec, factor, entry, is_needed=has_factors)
+            _check_factor(layer.spec, factor, entry, is_needed=has_factors and steps > 0)
         if "second_moment" in entries:
             _check_tensor(name, "second_moment", entries["second_moment"], layer.spec.grad_shape)
         if "second_moment_weight" in entries:

@@ -52,7 +52,7 @@ class Stepper:
         self._guards, self._is_eigen_adam = parts.guards, parts.coverage is not None
         self._fisher, self._adaptive = fisher, adaptive
         self._trial: Trial | None = None
-        self._has_warned = False
+        self._unjudged = 0
 
     @torch.no_grad()
     def run(
@@ -183,14 +183,15 @@ class Stepper:
 
     def _begin_trial(self, step: int) -> None:
         """Remember weights and gradients if the adaptive damping will judge this step."""
-        if self._trial is not None and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "LevenbergMarquardt: the damping stays as it is, because adapt_damping() was not "
-                "called after a step that it should judge. Call adapt_damping() after "
-                "optimizer.step(), or choose another damping",
-                stacklevel=2,
-            )
+        if self._trial is not None:
+            self._unjudged += 1
+            if self._unjudged == MOST_UNJUDGED:
+                warnings.warn(
+                    "LevenbergMarquardt: the damping stays as it is, because nobody has called "
+                    f"adapt_damping() after {MOST_UNJUDGED} steps that it should judge. Call "
+                    "adapt_damping() after optimizer.step(), or choose another damping",
+                    stacklevel=2,
+                )
         self._trial = None
         if self._adaptive is not None and self._adaptive.is_due(step):
             self._trial = Trial(self.model, self._adaptive)
@@ -200,12 +201,16 @@ class Stepper:
         """See :meth:`KFAC.adapt_damping`."""
         if self._trial is None:
             return
+        self._unjudged = 0
         store, collective = self._executor.store, self._executor.collective
         mine = {p.layer.name for p in self._plan.placements if p.a_worker == collective.rank}
         factors = {key: store.factor(key) for key in store.factors if key[0] in mine}
         self._trial.finish(loss, loss_after(), self._layers, factors, collective)
         self._trial = None
 
+
+MOST_UNJUDGED = 3
+"""Steps without a verdict on the damping, before a warning. A GradScaler may skip some steps."""
 
 WITH_STATISTICS, WITHOUT = 3, 3
 """First steps whose statistics are collected, and steps of the optimizer alone. The very first step

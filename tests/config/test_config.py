@@ -241,7 +241,8 @@ def test_every_cell_of_every_benchmark_composes(name):
         found = cell.config()
         assert found.runs_dir == "runs/test"
         assert cell.label.endswith(f"seed {found.seed}")
-        assert found.trainer.target is not None
+        # A study of one command compares final accuracies.
+        assert found.trainer.target is not None or name == "resnet50_digits"
 
 
 def test_cells_of_the_demo_have_the_optimizers_of_their_labels():
