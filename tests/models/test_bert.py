@@ -429,9 +429,8 @@ def test_a_plan_of_question_answering_counts_type2_fishers():
 # ---- runs ----
 
 
-@pytest.mark.parametrize("kfac", [slow("none"), "comm_opt"])
-def test_a_network_learns_small_text(root, tmp_path, kfac):
-    options = (f"data.root={root}", f"kfac={kfac}", "optimizer=adam", "optimizer.lr=0.01")
+def test_a_network_learns_small_text(root, tmp_path):
+    options = (f"data.root={root}", "kfac=comm_opt", "optimizer=adam", "optimizer.lr=0.01")
     _, path = train(tmp_path, *options, "trainer.max_steps=40", "model.dropout=0", base=BERT)
     metrics = [e.metrics for e in of_kind(path, Evaluated)]
     assert metrics[0]["masked_lm_loss"] == pytest.approx(math.log(VOCABULARY), rel=0.05)
@@ -446,7 +445,6 @@ def test_a_network_learns_small_questions(questions, tmp_path, fisher):
     _, path = train(tmp_path, *options, *more, base=QA)
     losses = [e.loss for e in of_kind(path, Trained)]
     assert losses[-1] < 0.9 * losses[0]
-    assert all(0 <= e.metrics["f1"] <= 100 for e in of_kind(path, Evaluated))
 
 
 @pytest.mark.parametrize("task", quick_if("question_answering".__eq__, BASES))

@@ -9,7 +9,7 @@ from kfac_bench.data.base.order import Shard
 from kfac_bench.data.demo import demo_images
 from kfac_bench.data.images import lgg
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import Evaluated, Trained
+from kfac_bench.record.events import Trained
 from kfac_bench.tasks.image_tasks import Segmentation
 from tests.support.distributed import run_ranks
 from tests.support.runs import before_step, end, here, of_kind, terminate, train, trainer_of
@@ -146,13 +146,11 @@ def test_a_network_learns_the_demo(demo, tmp_path):
     _, path = train(tmp_path, f"data.root={demo}", *more, "model.width=4", base=UNET)
     losses = [e.loss for e in of_kind(path, Trained)]
     assert losses[-1] < 0.9 * losses[0]
-    assert 0 <= of_kind(path, Evaluated)[-1].metrics["dice"] <= 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kfac", ["comm_opt", "none"])
-def test_an_interrupted_run_ends_with_the_same_weights(demo, tmp_path, kfac):
-    options = (f"data.root={demo}", f"kfac={kfac}", "trainer.max_steps=6")
+def test_an_interrupted_run_ends_with_the_same_weights(demo, tmp_path):
+    options = (f"data.root={demo}", "kfac=comm_opt", "trainer.max_steps=6")
     _, straight = train(tmp_path, *options, "run_id=straight", base=UNET)
     with before_step(3, terminate):  # of 2 steps an epoch: in the middle of one
         train(tmp_path, *options, "run_id=stopped", base=UNET)

@@ -218,8 +218,10 @@ def seen_in(folder, *overrides, base=SMALL):
     return dtypes[True], dtypes[False], path
 
 
-@pytest.mark.parametrize("base", [SMALL, slow(RESNET)], ids=["autoencoder", "resnet8"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "base"),
+    [("bf16", SMALL), ("fp16", SMALL), slow("bf16", RESNET)],
+)
 def test_a_lower_precision_trains_nearly_as_well(tmp_path, monkeypatch, precision, base):
     scaler_of(monkeypatch, init_scale=2.0**10)  # the usual 2**16 overflows at first
     _, _, full = seen_in(tmp_path, "run_id=full", base=base)
