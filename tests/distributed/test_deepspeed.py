@@ -19,12 +19,12 @@ from kfac_bench.core.distributed.deepspeed_zero import whole_gradients
 from kfac_bench.core.planning.plan import STRATEGIES
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import Evaluated, Resumed, Trained
+from kfac_bench.record.events import Evaluated, Resumed
 from kfac_bench.training import checkpoint, run
 from tests.support import ROOT
 from tests.support.distributed import close_pools, run_ranks
 from tests.support.quick import quick_if, slow
-from tests.support.runs import CPU, SMALL, config_of, here, of_kind, steps_of, train
+from tests.support.runs import CPU, SMALL, config_of, here, losses_of, of_kind, steps_of, train
 from tests.support.training import (
     STEPS,
     after_step,
@@ -176,10 +176,6 @@ def with_ddp(tmp_path_factory):
         return ran(folder, f"run{len([*folder.iterdir()])}", *options, stage=None)
 
     return directory
-
-
-def losses_of(path):
-    return [e.loss for e in of_kind(path, Trained)]
 
 
 def state_of(path):

@@ -28,9 +28,11 @@ from tests.support.distributed import run_ranks
 from tests.support.language import BERT, LENGTH, QA, make_squad, make_text
 from tests.support.quick import quick_if, slow
 from tests.support.runs import (
+    ALONE,
     before_step,
     config_of,
     end,
+    evaluated,
     here,
     of_kind,
     terminate,
@@ -460,22 +462,17 @@ def test_an_interrupted_run_ends_with_the_same_weights(root, questions, tmp_path
     assert end(path).weights_sha256 == end(straight).weights_sha256
 
 
-def evaluated(folder, root, backend=None):
-    keywords = {} if backend is None else {"backend": backend}
+def evaluate(folder, root, backend=ALONE):
     options = (f"data.root={root}", "kfac=none", "trainer.eval_batch_size=7")
-    trainer = trainer_of(folder, *options, base=BERT, **keywords)
-    events = []
-    trainer.log.emit = events.append
-    trainer._evaluate()
-    return events[0].metrics
+    return evaluated(trainer_of(folder, *options, base=BERT, backend=backend))
 
 
-def evaluated_here(folder, root):
-    return evaluated(folder, root, here())
+def evaluate_here(folder, root):
+    return evaluate(folder, root, here())
 
 
 @pytest.mark.ranks
 def test_metrics_are_the_same_on_two_ranks(root, tmp_path):
-    alone = evaluated(tmp_path, root)
-    for metrics in run_ranks(2, evaluated_here, tmp_path, root):
+    alone = evaluate(tmp_path, root)
+    for metrics in run_ranks(2, evaluate_here, tmp_path, root):
         assert metrics == pytest.approx(alone, rel=1e-6)

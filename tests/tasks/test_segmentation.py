@@ -12,7 +12,16 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Trained
 from kfac_bench.tasks.image_tasks import Segmentation
 from tests.support.distributed import run_ranks
-from tests.support.runs import before_step, end, here, of_kind, terminate, train, trainer_of
+from tests.support.runs import (
+    before_step,
+    end,
+    evaluated,
+    here,
+    of_kind,
+    terminate,
+    train,
+    trainer_of,
+)
 
 IDENTITY = nn.Identity()
 UNET = (
@@ -162,11 +171,8 @@ def test_an_interrupted_run_ends_with_the_same_weights(demo, tmp_path):
 
 def evaluate_here(root, folder):
     torch.manual_seed(0)
-    trainer = trainer_of(folder, f"data.root={root}", "kfac=none", base=UNET, backend=here())
-    events = []
-    trainer.log.emit = events.append
-    trainer._evaluate()
-    return events[0].metrics
+    options = (f"data.root={root}", "kfac=none")
+    return evaluated(trainer_of(folder, *options, base=UNET, backend=here()))
 
 
 @pytest.mark.ranks
@@ -176,11 +182,7 @@ def test_metrics_are_the_same_on_two_ranks_that_share_a_volume(demo, tmp_path):
         torch.cat([volumes for *_, volumes in data.evaluate(4, Shard(rank, 2))]) for rank in (0, 1)
     )
     assert first[-1] == second[0] == 1
-    trainer = trainer_of(tmp_path, f"data.root={demo}", "kfac=none", base=UNET)
-    events = []
-    trainer.log.emit = events.append
-    trainer._evaluate()
-    alone = events[0].metrics
+    alone = evaluated(trainer_of(tmp_path, f"data.root={demo}", "kfac=none", base=UNET))
     for metrics in run_ranks(2, evaluate_here, demo, tmp_path):
         assert metrics["dice"] == alone["dice"]
         assert metrics["loss"] == pytest.approx(alone["loss"], rel=1e-6)

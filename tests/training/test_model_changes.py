@@ -19,6 +19,7 @@ from tests.support.runs import (
     SMALL,
     before_step,
     end,
+    losses_of,
     of_kind,
     steps_of,
     terminate,
@@ -26,7 +27,7 @@ from tests.support.runs import (
     train_here,
     trainer_of,
 )
-from tests.training.test_trainer import STABLE, losses_of, saved_of
+from tests.training.test_trainer import STABLE, saved_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not"  # dynamo's

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kfac_bench.record.event_log import EventLog
 from kfac_bench.record.events import Evaluated, Resumed, Trained
 from kfac_bench.training import checkpoint, run, run_directory
 from kfac_bench.training.run_directory import RunDirectory
@@ -24,6 +23,7 @@ from tests.support.runs import (
     before_step,
     config_of,
     end,
+    evaluated,
     here,
     of_kind,
     steps_of,
@@ -104,17 +104,9 @@ def evaluate_here(folder, saved, examples):
     for buffer in trainer._bare.buffers():
         if buffer.is_floating_point():
             buffer.add_(backend.ranks.rank)
-    seen = []
-
-    class Keep:
-        def write(self, event):
-            seen.append(event)
-
-    trainer.log = EventLog([Keep()])
     if examples is not None:
         trainer.data.eval_size = examples
-    trainer._evaluate()
-    return seen[0].metrics
+    return evaluated(trainer)
 
 
 @pytest.mark.ranks

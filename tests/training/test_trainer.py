@@ -23,6 +23,7 @@ from tests.support.runs import (
     config_of,
     end,
     here,
+    losses_of,
     of_kind,
     steps_of,
     terminate,
@@ -46,10 +47,6 @@ def saved_of(path):
     """Rank 0's part of the newest checkpoint: weights, and K-FAC's state by layer."""
     found, _ = checkpoint.find(path)
     return found.shards[0]["model"], found.shards[0]["kfac"]["layers"]
-
-
-def losses_of(path):
-    return [e.loss for e in of_kind(path, Trained)]
 
 
 def sides(state):
