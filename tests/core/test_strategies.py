@@ -298,12 +298,10 @@ COVER_ALL = {"skip": (), "max_dim": 10}
 @pytest.mark.parametrize(
     ("strategy", "method", "batch_numel", "factored"),
     quick_if(
-        lambda case: case[:2]
-        in (
-            *(("comm_opt", "ekfac"), ("comm_opt", "inverse"), ("mem_opt", "eigen_adam")),
-            ("owner_reduce", "eigen"),
-        )
-        and case[2:] == (1 << 20, case[1] != "eigen_adam"),
+        (
+            *(("comm_opt", "ekfac", 1 << 20, True), ("comm_opt", "inverse", 1 << 20, True)),
+            *(("mem_opt", "eigen_adam", 1 << 20, False), ("owner_reduce", "eigen", 1 << 20, True)),
+        ).__contains__,
         [
             (s, m, batch_numel, factored)
             for s, m in CHOICES

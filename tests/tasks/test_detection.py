@@ -20,7 +20,6 @@ from kfac_bench.tasks.detection import FOUND, TRUE, Detection, found_in
 from kfac_bench.training import dry_run
 from kfac_bench.training.update import Update
 from tests.support.distributed import run_ranks
-from tests.support.quick import slow
 from tests.support.runs import (
     CPU,
     before_step,

@@ -212,8 +212,10 @@ def tensor_parallel_on_rank(strategy, options, sequence):
     ("strategy", "method", "sequence"),
     [
         *quick_if(
-            lambda case: case[:2]
-            in (("comm_opt", "ekfac"), ("mem_opt", "eigen_adam"), ("owner_reduce", "eigen")),
+            (
+                *(("comm_opt", "ekfac", True), ("mem_opt", "eigen_adam", True)),
+                ("owner_reduce", "eigen", True),
+            ).__contains__,
             [(s, m, True) for s, m in CHOICES if s != "hybrid_opt" or m == "eigen"],
         ),
         slow("comm_opt", "eigen", False),
