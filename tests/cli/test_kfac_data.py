@@ -11,7 +11,6 @@ from kfac_bench.cli import data_command
 from kfac_bench.config import compose
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.images import imagefolder
-from tests.support.runs import RESNET, train
 
 
 def run(capsys, *arguments):
@@ -43,12 +42,6 @@ def test_the_imagenet_demo_contains_the_digits(capsys, imagenet):
     assert images.shape == (450, 3, 32, 32)
     zero, one = (images[labels == k].mean(0)[0, 16, 16].item() for k in (0, 1))
     assert one > zero + 1  # the middle of a zero is dark
-
-
-def test_a_network_learns_the_demo(tmp_path, imagenet):
-    options = ("data=imagefolder", f"data.root={imagenet}", "data.image_size=16", "kfac=none")
-    status, _ = train(tmp_path, *options, "data.workers=0", "trainer.max_steps=3", base=RESNET)
-    assert status == "finished"
 
 
 def test_verify_names_each_damaged_image(capsys, tmp_path):

@@ -6,6 +6,9 @@ from benchmarks.contest import setup
 from kfac_bench.benchmark import local_runs
 from kfac_bench.config import conf_files
 from kfac_bench.optimizers import options
+from tests.support import forks
+
+local_runs.PRELOAD = forks.PRELOAD
 
 
 @pytest.fixture(autouse=True)

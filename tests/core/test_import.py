@@ -12,30 +12,26 @@ from kfac_bench import core
 HARNESS = ("hydra", "omegaconf", "wandb", "kfac_bench.config", "kfac_bench.training")
 
 
-def modules_after(statement):
-    """Names in ``sys.modules`` of a new process that has run ``statement``."""
-    code = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+def modules_after(*statements):
+    """Names in ``sys.modules`` of a new process after each of the statements."""
+    shown = "\nprint(json.dumps(sorted(sys.modules)))\n"
+    code = f"import json, sys\n{shown.join(statements)}{shown}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(json.loads(done.stdout))
+    return [set(json.loads(line)) for line in done.stdout.splitlines()]
 
 
 def test_importing_the_package_needs_no_torch():
-    modules = modules_after("import kfac_bench, kfac_bench.core, kfac_bench.core.planning.planner")
+    [modules] = modules_after("import kfac_bench.core, kfac_bench.core.planning.planner")
     assert "kfac_bench.core.planning.planner" in modules
     assert not modules & {"torch", "numpy", *HARNESS}
 
 
-def test_importing_kfac_brings_no_part_of_the_harness():
-    modules = modules_after("from kfac_bench import KFAC")
-    assert "torch" in modules
-    packages = {m.split(".")[1] for m in modules if m.startswith("kfac_bench.")}
+def test_kfac_and_muon_bring_no_part_of_the_harness():
+    kfac, muon = modules_after("from kfac_bench import KFAC", "import kfac_bench; kfac_bench.muon")
+    assert "torch" in kfac
+    packages = {m.split(".")[1] for m in kfac if m.startswith("kfac_bench.")}
     assert packages == {"core"}
-    assert not modules & set(HARNESS)
-
-
-def test_muon_brings_torch_alone():
-    modules = modules_after("import kfac_bench; kfac_bench.muon")
-    assert not modules & {"pytorch_optimizer", *HARNESS}
+    assert not muon & {"pytorch_optimizer", *HARNESS}
 
 
 @pytest.mark.parametrize("name", ["train", "bench", "plan", "data"])

@@ -1,8 +1,5 @@
 """Pipeline stages: each rank preconditions the layers it holds, and all is as in one process."""
 
-import os
-import subprocess
-import sys
 from datetime import timedelta
 from unittest import mock
 
@@ -21,8 +18,8 @@ from kfac_bench.core.distributed.collective import (
     TorchCollective,
 )
 from kfac_bench.core.planning.plan import STRATEGIES
-from tests.support import ROOT
 from tests.support.distributed import run_ranks
+from tests.support.examples import run_on_ranks
 from tests.support.quick import quick_if
 from tests.support.training import (
     after_step,
@@ -274,16 +271,5 @@ def test_the_group_of_ddp_is_that_of_kfac():
     ],
 )
 def test_an_example_learns(name):
-    root = ROOT
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, f"examples/{name}.py"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    first, last = (float(line.split()[-1]) for line in done.stdout.splitlines())
+    first, last = (float(line.split()[-1]) for line in run_on_ranks(f"{name}.py").splitlines())
     assert last < 0.8 * first

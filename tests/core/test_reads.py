@@ -99,7 +99,7 @@ def train(device, *, parts=1, autocast=False, loss_scale=1.0, **options):
         stack.enter_context(steps_on_meta())
         step()
         kfac.track_cosine = True
-        for _ in range(4):  # with and without an update of the factors
+        for _ in range(2):  # with and without an update of the factors
             with REFUSE[device]():
                 step()
     assert kfac.failed_decompositions == 0

@@ -5,7 +5,6 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kfac_bench.core.schedule import (
@@ -16,6 +15,7 @@ from kfac_bench.core.schedule import (
     free_phases,
     slice_phases,
 )
+from tests.support.properties import for_all
 
 COUNTS = st.integers(1, 40)
 INTERVALS = st.integers(1, 30)
@@ -23,11 +23,6 @@ NESTED = st.one_of(  # one interval a multiple of the other
     st.tuples(st.integers(1, 8), st.integers(1, 6)).map(lambda x: (x[0] * x[1], x[1])),
     st.tuples(st.integers(1, 8), st.integers(1, 6)).map(lambda x: (x[1], x[0] * x[1])),
 )
-
-
-def for_all(*strategies):
-    slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    return lambda test: slow(given(*strategies)(test))
 
 
 def schedules(

@@ -68,8 +68,17 @@ SLICES = {False: [[0, 2, 4]], True: [[0, 2, 4], [0, 1, 3]]}  # spread: when each
 SMALL = {"bucket_numel": 30}  # many messages
 LARGE = {"bucket_numel": 1 << 22}  # one of each root and slice
 CHOICES = [(s, m) for s in STRATEGIES for m in METHODS if m != "ekfac" or s == "comm_opt"]
-OF_EIGEN_ADAM = [("comm_opt", "eigen_adam"), ("hybrid_opt", "eigen_adam")]
-IS_QUICK = {c for c in CHOICES if c[1] != "eigen_adam" or c in OF_EIGEN_ADAM}.__contains__
+OF_EIGEN_ADAM = [("comm_opt", "eigen_adam"), ("mem_opt", "eigen_adam")]
+# On two ranks, hybrid_opt is mem_opt.
+CASES = [(2, s, m, p) for s, m in CHOICES if s != "hybrid_opt" for p in (SMALL, LARGE)]
+CASES += [(4, s, m, SMALL) for s, m in CHOICES]
+CASES += [(4, "hybrid_opt", m, LARGE) for m in ("eigen", "inverse", "eigen_adam")]
+
+
+def is_quick(case):
+    world, strategy, method, plan_options = case
+    is_chosen = method != "eigen_adam" or (strategy, method) in OF_EIGEN_ADAM
+    return world == 2 and plan_options is SMALL and is_chosen
 
 
 def dumps(x):
@@ -196,13 +205,10 @@ def steps_of_messages(plan):
 
 @pytest.mark.supports("ddp", "{strategy}")
 @pytest.mark.parametrize(
-    ("plan_options", "spread"), [(SMALL, True), slow(LARGE, False)], ids=["small", "large"]
+    ("world", "strategy", "method", "plan_options"), quick_if(is_quick, CASES), ids=str
 )
-@pytest.mark.parametrize(("strategy", "method"), quick_if(IS_QUICK, CHOICES))
-@pytest.mark.parametrize("world", [2, slow(4)])
-def test_a_strategy_equals_one_process_and_its_own_plan(
-    world, strategy, method, plan_options, spread
-):
+def test_a_strategy_equals_one_process_and_its_own_plan(world, strategy, method, plan_options):
+    spread = plan_options is SMALL
     options = {"method": method, "spread": spread}
     results = train_and_compare_with_the_plan(world, plan_options, strategy, options)
     plan = results[0].plan
@@ -290,21 +296,23 @@ COVER_ALL = {"skip": (), "max_dim": 10}
 
 
 @pytest.mark.parametrize(
-    ("batch_numel", "factored"), [slow(0, False), slow(1 << 20, False), (1 << 20, True)]
-)
-@pytest.mark.parametrize(
-    ("strategy", "method"),
+    ("strategy", "method", "batch_numel", "factored"),
     quick_if(
         (
-            *(("comm_opt", "ekfac"), ("comm_opt", "inverse"), ("mem_opt", "eigen_adam")),
-            ("owner_reduce", "eigen"),
+            *(("comm_opt", "ekfac", 1 << 20, True), ("comm_opt", "inverse", 1 << 20, True)),
+            *(("mem_opt", "eigen_adam", 1 << 20, False), ("owner_reduce", "eigen", 1 << 20, True)),
         ).__contains__,
-        [c for c in CHOICES if c[0] in ("comm_opt", "mem_opt", "owner_reduce")],
+        [
+            (s, m, batch_numel, factored)
+            for s, m in CHOICES
+            if s in ("comm_opt", "mem_opt", "owner_reduce")
+            for batch_numel, factored in ((0, False), (1 << 20, False), (1 << 20, True))
+            if m != "eigen_adam" or not factored
+        ],
     ),
 )
 def test_groups_diagonals_and_batches_equal_one_process(strategy, method, batch_numel, factored):
     """The one process decomposes and preconditions one by one."""
-    factored = factored and method != "eigen_adam"
     options = COVER_ALL | {"method": method, "factored_damping": factored}
     plan_options = LARGE | {"batch_numel": batch_numel}
     placing = {"grad_worker_fraction": 1.0, "colocate_factors": True}  # diagonals are sent
@@ -524,9 +532,8 @@ def second_moments(states):
     }
 
 
-STATES = [("comm_opt", "eigen"), ("comm_opt", "inverse"), ("comm_opt", "ekfac"),
-          ("mem_opt", "eigen"), ("mem_opt", "inverse"), ("owner_reduce", "eigen"),
-          ("local_factors", "inverse"), ("comm_opt", "eigen_adam"),
+STATES = [("comm_opt", "eigen"), ("comm_opt", "ekfac"), ("mem_opt", "inverse"),
+          ("owner_reduce", "eigen"), ("local_factors", "inverse"), ("comm_opt", "eigen_adam"),
           ("owner_reduce", "eigen_adam")]  # fmt: skip
 STATES = quick_if((("comm_opt", "ekfac"), ("mem_opt", "inverse")).__contains__, STATES)
 

@@ -13,7 +13,6 @@ import pytest
 from kfac_bench.benchmark import local_runs
 from kfac_bench.distributed.backends.ddp import is_loopback, process_group
 from kfac_bench.errors import OneRankError
-from tests.reliability.faults.launch import own_port
 from tests.support import ROOT, forks
 from tests.support.quick import slow
 from tests.support.runs import CPU
@@ -81,7 +80,7 @@ def test_loopback_addresses(host, expected):
 
 @pytest.mark.slow
 def test_a_loader_worker_does_not_keep_the_port_of_its_run():
-    with own_port() as port:
+    with forks.own_port() as port:
         words = [sys.executable, "-c", KEEPS_THE_PORT, port]
         done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert (done.returncode, done.stdout.split()) == (0, ["value", "free"]), done.stderr
@@ -105,7 +104,7 @@ def _call(pipe, *arguments):
 @pytest.mark.parametrize("host", ["127.0.0.1", slow("localhost")])
 def test_ranks_at_a_loopback_address_listen_there_alone(host):
     context, answers = forks.server(), []
-    with own_port() as port:
+    with forks.own_port() as port:
         processes = []
         for rank in range(2):
             ours, theirs = context.Pipe()

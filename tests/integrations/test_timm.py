@@ -65,12 +65,6 @@ def test_the_native_scaler_changes_nothing(opt, clip):
             torch.testing.assert_close(model.state_dict()[key], value, msg=key)
 
 
-def test_the_learning_rate_of_the_schedule_is_read():
-    """The KL clip depends on it: without warmup, the factor nu of the clip is another."""
-    _, kfac = train("momentum", None, 1.0)
-    assert kfac.statistics()["nu"] is not None
-
-
 @pytest.mark.slow
 def test_the_example_runs_and_learns(tmp_path, monkeypatch):
     variables = run_example("timm_training.py", tmp_path, monkeypatch)

@@ -28,9 +28,11 @@ from tests.support.distributed import run_ranks
 from tests.support.language import BERT, LENGTH, QA, make_squad, make_text
 from tests.support.quick import quick_if, slow
 from tests.support.runs import (
+    ALONE,
     before_step,
     config_of,
     end,
+    evaluated,
     here,
     of_kind,
     terminate,
@@ -429,9 +431,8 @@ def test_a_plan_of_question_answering_counts_type2_fishers():
 # ---- runs ----
 
 
-@pytest.mark.parametrize("kfac", [slow("none"), "comm_opt"])
-def test_a_network_learns_small_text(root, tmp_path, kfac):
-    options = (f"data.root={root}", f"kfac={kfac}", "optimizer=adam", "optimizer.lr=0.01")
+def test_a_network_learns_small_text(root, tmp_path):
+    options = (f"data.root={root}", "kfac=comm_opt", "optimizer=adam", "optimizer.lr=0.01")
     _, path = train(tmp_path, *options, "trainer.max_steps=40", "model.dropout=0", base=BERT)
     metrics = [e.metrics for e in of_kind(path, Evaluated)]
     assert metrics[0]["masked_lm_loss"] == pytest.approx(math.log(VOCABULARY), rel=0.05)
@@ -446,7 +447,6 @@ def test_a_network_learns_small_questions(questions, tmp_path, fisher):
     _, path = train(tmp_path, *options, *more, base=QA)
     losses = [e.loss for e in of_kind(path, Trained)]
     assert losses[-1] < 0.9 * losses[0]
-    assert all(0 <= e.metrics["f1"] <= 100 for e in of_kind(path, Evaluated))
 
 
 @pytest.mark.parametrize("task", quick_if("question_answering".__eq__, BASES))
@@ -462,22 +462,17 @@ def test_an_interrupted_run_ends_with_the_same_weights(root, questions, tmp_path
     assert end(path).weights_sha256 == end(straight).weights_sha256
 
 
-def evaluated(folder, root, backend=None):
-    keywords = {} if backend is None else {"backend": backend}
+def evaluate(folder, root, backend=ALONE):
     options = (f"data.root={root}", "kfac=none", "trainer.eval_batch_size=7")
-    trainer = trainer_of(folder, *options, base=BERT, **keywords)
-    events = []
-    trainer.log.emit = events.append
-    trainer._evaluate()
-    return events[0].metrics
+    return evaluated(trainer_of(folder, *options, base=BERT, backend=backend))
 
 
-def evaluated_here(folder, root):
-    return evaluated(folder, root, here())
+def evaluate_here(folder, root):
+    return evaluate(folder, root, here())
 
 
 @pytest.mark.ranks
 def test_metrics_are_the_same_on_two_ranks(root, tmp_path):
-    alone = evaluated(tmp_path, root)
-    for metrics in run_ranks(2, evaluated_here, tmp_path, root):
+    alone = evaluate(tmp_path, root)
+    for metrics in run_ranks(2, evaluate_here, tmp_path, root):
         assert metrics == pytest.approx(alone, rel=1e-6)

@@ -9,7 +9,9 @@ interpreter ends start one themselves.
 
 import gc
 import multiprocessing
+import socket
 import traceback
+from contextlib import contextmanager
 
 PRELOAD = (
     "kfac_bench.benchmark.local_runs",
@@ -55,6 +57,17 @@ def call(function, *arguments):
     process.join()
     assert good, result
     return result
+
+
+@contextmanager
+def own_port():
+    """Reserve a port for rank 0, which the system gives to nobody else within the block."""
+    # A bound socket that does not listen reserves the port. torch's store can still listen there,
+    # because both set SO_REUSEADDR.
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield str(held.getsockname()[1])
 
 
 def _call(pipe, function, arguments):

@@ -15,7 +15,7 @@ from kfac_bench.core.distributed.collective import TorchCollective
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.backends.ddp import DDP
 from kfac_bench.distributed.ranks import Ranks
-from kfac_bench.record.events import RunEnded, read
+from kfac_bench.record.events import RunEnded, Trained, read
 from kfac_bench.tasks.image_tasks import Reconstruction
 from kfac_bench.training import run
 from kfac_bench.training.run_directory import RunDirectory
@@ -74,6 +74,10 @@ def steps_of(path, kind):
     return [e.step for e in of_kind(path, kind)]
 
 
+def losses_of(path):
+    return [e.loss for e in of_kind(path, Trained)]
+
+
 def end(path):
     return of_kind(path, RunEnded)[-1]
 
@@ -124,6 +128,14 @@ def trainer_of(folder, *overrides, base=SMALL, backend=ALONE):
     """A trainer that writes no events."""
     config = config_of(folder, *overrides, base=base)
     return run.build_trainer(config, backend, RunDirectory(config))
+
+
+def evaluated(trainer):
+    """Return the metrics of the weights that the trainer has now."""
+    events = []
+    trainer.log.emit = events.append
+    trainer._evaluate()
+    return events[0].metrics
 
 
 def here():

@@ -9,10 +9,19 @@ from kfac_bench.data.base.order import Shard
 from kfac_bench.data.demo import demo_images
 from kfac_bench.data.images import lgg
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import Evaluated, Trained
+from kfac_bench.record.events import Trained
 from kfac_bench.tasks.image_tasks import Segmentation
 from tests.support.distributed import run_ranks
-from tests.support.runs import before_step, end, here, of_kind, terminate, train, trainer_of
+from tests.support.runs import (
+    before_step,
+    end,
+    evaluated,
+    here,
+    of_kind,
+    terminate,
+    train,
+    trainer_of,
+)
 
 IDENTITY = nn.Identity()
 UNET = (
@@ -146,13 +155,11 @@ def test_a_network_learns_the_demo(demo, tmp_path):
     _, path = train(tmp_path, f"data.root={demo}", *more, "model.width=4", base=UNET)
     losses = [e.loss for e in of_kind(path, Trained)]
     assert losses[-1] < 0.9 * losses[0]
-    assert 0 <= of_kind(path, Evaluated)[-1].metrics["dice"] <= 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kfac", ["comm_opt", "none"])
-def test_an_interrupted_run_ends_with_the_same_weights(demo, tmp_path, kfac):
-    options = (f"data.root={demo}", f"kfac={kfac}", "trainer.max_steps=6")
+def test_an_interrupted_run_ends_with_the_same_weights(demo, tmp_path):
+    options = (f"data.root={demo}", "kfac=comm_opt", "trainer.max_steps=6")
     _, straight = train(tmp_path, *options, "run_id=straight", base=UNET)
     with before_step(3, terminate):  # of 2 steps an epoch: in the middle of one
         train(tmp_path, *options, "run_id=stopped", base=UNET)
@@ -164,11 +171,8 @@ def test_an_interrupted_run_ends_with_the_same_weights(demo, tmp_path, kfac):
 
 def evaluate_here(root, folder):
     torch.manual_seed(0)
-    trainer = trainer_of(folder, f"data.root={root}", "kfac=none", base=UNET, backend=here())
-    events = []
-    trainer.log.emit = events.append
-    trainer._evaluate()
-    return events[0].metrics
+    options = (f"data.root={root}", "kfac=none")
+    return evaluated(trainer_of(folder, *options, base=UNET, backend=here()))
 
 
 @pytest.mark.ranks
@@ -178,11 +182,7 @@ def test_metrics_are_the_same_on_two_ranks_that_share_a_volume(demo, tmp_path):
         torch.cat([volumes for *_, volumes in data.evaluate(4, Shard(rank, 2))]) for rank in (0, 1)
     )
     assert first[-1] == second[0] == 1
-    trainer = trainer_of(tmp_path, f"data.root={demo}", "kfac=none", base=UNET)
-    events = []
-    trainer.log.emit = events.append
-    trainer._evaluate()
-    alone = events[0].metrics
+    alone = evaluated(trainer_of(tmp_path, f"data.root={demo}", "kfac=none", base=UNET))
     for metrics in run_ranks(2, evaluate_here, demo, tmp_path):
         assert metrics["dice"] == alone["dice"]
         assert metrics["loss"] == pytest.approx(alone["loss"], rel=1e-6)

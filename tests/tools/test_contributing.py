@@ -51,13 +51,14 @@ def follow(text, repository):
     return (yaml_file, options), [shlex.split(line) for line in lines]
 
 
-@pytest.fixture
-def repository(tmp_path):
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
     """Return a copy of the package and of conf/."""
+    copy = tmp_path_factory.mktemp("repository")
     for folder in ("kfac_bench", "conf"):
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
-    return tmp_path
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
+    return copy
 
 
 def kfac_train(repository, arguments):
@@ -76,11 +77,11 @@ def kfac_train(repository, arguments):
     [("A new model", ("model", "width", 32)), ("A new dataset", ("data", "contrast", 1.0))],
 )
 @pytest.mark.slow
-def test_the_example_trains_and_learns(repository, title, option):
+def test_the_example_trains_and_learns(repository, tmp_path, title, option):
     (yaml_file, options), (train, show) = follow(section(title), repository)
     assert train[0] == show[0] == "kfac-train"
-    kfac_train(repository, [*train[1:], *FEW_STEPS])
-    run = repository / "runs" / "r"
+    kfac_train(repository, [*train[1:], *FEW_STEPS, f"runs_dir={tmp_path}"])
+    run = tmp_path / "r"
     events = read(run)
     assert [e.status for e in events if isinstance(e, RunEnded)] == ["finished"]
     assert [e for e in events if isinstance(e, Evaluated)][-1].metrics["accuracy"] > 0.8

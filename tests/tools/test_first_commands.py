@@ -31,10 +31,12 @@ def test_a_command_of_the_page_trains(command, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     first_commands.prepare()
     short = re.sub(r"max_steps=\d+", "max_steps=3", command)
-    runs = [measure(short, 0, kfac=kfac) for kfac in (False, True)]
-    assert [run.curve.steps for run in runs] == [[0, 1, 2, 3]] * 2
-    assert runs[0].curve.metric[0] == runs[1].curve.metric[0], "the same weights"
-    assert runs[0].curve.metric[-1] != runs[1].curve.metric[-1]
+    ours = measure(short, 0, kfac=True).curve
+    assert ours.steps == [0, 1, 2, 3]
+    if "model=torchvision" in command:
+        without = measure(short, 0, kfac=False).curve
+        assert without.metric[0] == ours.metric[0], "the same weights"
+        assert without.metric[-1] != ours.metric[-1]
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning says much about this machine

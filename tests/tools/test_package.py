@@ -86,7 +86,7 @@ def test_an_installed_wheel_runs_all_commands_outside_the_repository(wheel, tmp_
     (site / "others.pth").write_text(sysconfig.get_paths()["purelib"])
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "KFAC"))}
 
-    def run(command, *words, code=0):
+    def run(command, *words):
         done = subprocess.run(
             [str(environment / "bin" / command), *map(str, words)],
             cwd=tmp_path,
@@ -95,27 +95,20 @@ def test_an_installed_wheel_runs_all_commands_outside_the_repository(wheel, tmp_
             text=True,
             timeout=240,
         )
-        assert done.returncode == code, (command, words, done.stdout, done.stderr)
+        assert done.returncode == 0, (command, words, done.stdout, done.stderr)
         return done.stdout
 
     where = run("python", "-c", "import kfac_bench; print(kfac_bench.__file__)")
     assert Path(where.strip()).is_relative_to(environment)
     assert run("kfac-train", "--version").strip() == kfac_bench.__version__
     run("kfac-train", *TINY)
-    assert "is complete" in run("kfac-train", *TINY)
-    run("kfac-train", *TINY, "dry_run=true")
-    run("kfac-plan", *TINY, "--world-size=2")
-    run("kfac-plan", "simulate", "--help")
     # No other command of this test reads conf/hardware.
     simulated = ("model=resnet50", "data=imagefolder", "--hardware=two_cores", "--world-size=2")
     said = run("kfac-plan", "simulate", *simulated)
     assert "simulated: resnet50 on imagefolder" in said
     assert "hardware two_cores" in said
     run("kfac-data", "make-demo", "cifar10", "cifar")
-    run("kfac-data", "verify", "cifar")
-    run("kfac-data", "verify", "nothing", code=2)
     assert "demo: " in run("kfac-bench", "list")
-    run("kfac-bench", "export", "runs/r")
     run("kfac-bench", "compare", "runs/r", "--html", "page.html")
     run("kfac-bench", "slurm", "--to", "slurm")
     assert (tmp_path / "slurm" / "smoke.sbatch").is_file()

@@ -3,7 +3,6 @@
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -304,14 +303,13 @@ def test_bad_input_is_one_line(arguments, reason, capsys, monkeypatch):
 @pytest.mark.skipif(
     not Path("/usr/share/datasets/fashion-mnist").exists(), reason="needs Fashion-MNIST"
 )
-def test_a_short_run_without_jax(tmp_path):
+def test_a_short_run_without_jax(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
     short = ["--steps", "1", "--trials", "1", "--seeds", "0", "--competitors", "adam,kfac_jax"]
     places = ["--environment", tmp_path / "nowhere", "--out", tmp_path / "peers.json"]
-    command = [sys.executable, "benchmarks/peers.py", *short, *map(str, places)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    left_out = f"kfac-jax is left out: {tmp_path}/nowhere/bin/python is missing. Make the"
-    assert left_out in done.stderr
-    assert "**Short runs: the numbers mean nothing.**" in done.stdout
-    assert cells(done.stdout, "Adam")[1] == "0 of 1"
+    assert peers.main([*short, *map(str, places)]) == 0
+    printed, said = capsys.readouterr()
+    assert f"kfac-jax is left out: {tmp_path}/nowhere/bin/python is missing. Make the" in said
+    assert "**Short runs: the numbers mean nothing.**" in printed
+    assert cells(printed, "Adam")[1] == "0 of 1"
     assert len(json.loads((tmp_path / "peers.json").read_text())["runs"]) == 2

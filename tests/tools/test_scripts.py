@@ -1,5 +1,6 @@
 """The scripts that measure this machine: their files can be read, and their times are real."""
 
+import functools
 import math
 import os
 import re
@@ -11,6 +12,7 @@ import pytest
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware
 from scripts import measure_hardware, validate_local
+from tests.support import forks
 
 
 @pytest.mark.slow
@@ -19,6 +21,9 @@ def test_the_simulation_reads_a_measured_machine(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure_hardware, "LEAST_S", 0.02)
     monkeypatch.setattr(measure_hardware, "NETWORK_STEPS", 4)
     monkeypatch.setattr(measure_hardware, "SIZES", (16, 256))
+    forks.server()
+    spawn = functools.partial(measure_hardware.mp.start_processes, start_method="forkserver")
+    monkeypatch.setattr(measure_hardware.mp, "spawn", spawn)
     out = tmp_path / "here.yaml"
     monkeypatch.setattr(sys, "argv", ["measure_hardware.py", "here", "--out", str(out)])
     assert measure_hardware.main() == 0

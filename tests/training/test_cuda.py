@@ -10,8 +10,7 @@ import torch
 
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
-from kfac_bench.record.events import Trained
-from tests.support.runs import METHODS, RESNET, SMALL, before_step, end, kill, of_kind, train
+from tests.support.runs import METHODS, RESNET, SMALL, before_step, end, kill, losses_of, train
 
 DEVICE = os.environ.get("KFAC_TEST_DEVICE", "cuda")
 pytestmark = pytest.mark.skipif(
@@ -22,10 +21,6 @@ STEPS = ("trainer.max_steps=12", "trainer.log_freq=1")
 
 def on_device():
     return Backend(Ranks(torch.device(DEVICE)))
-
-
-def losses_of(path):
-    return [e.loss for e in of_kind(path, Trained)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -21,8 +21,10 @@ from kfac_bench.errors import LostRanksError, UsageError
 from kfac_bench.record.events import Resumed, Trained
 from kfac_bench.training import build
 from kfac_bench.training.build import build_optimizer
+from tests.reliability.faults import launch
 from tests.support import ROOT
 from tests.support.distributed import run_ranks
+from tests.support.forks import own_port
 from tests.support.quick import slow
 from tests.support.runs import (
     KFAC,
@@ -47,16 +49,16 @@ LONG = (
 PATIENCE_S = 240
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+@pytest.fixture
+def port():
+    with own_port() as port:
+        yield port
 
 
-def start(folder, *command, env=()):
+def start(folder, *command):
     """Start Python with `command` in `folder`. Its output goes to a file beside the runs."""
     name = folder / f"{time.monotonic_ns()}.txt"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict(env)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with name.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, *map(str, command)],
@@ -101,7 +103,7 @@ def wait_for_port(port):
     deadline = time.monotonic() + PATIENCE_S
     while True:
         with socket.socket() as one:
-            if one.connect_ex(("localhost", port)) == 0:
+            if one.connect_ex(("localhost", int(port))) == 0:
                 return
         assert time.monotonic() < deadline, f"nobody listens on port {port}"
         time.sleep(0.1)
@@ -153,7 +155,7 @@ def test_a_killed_rank_loses_only_steps_since_the_last_checkpoint(tmp_path):
 @pytest.mark.alone
 @pytest.mark.ranks
 @pytest.mark.supports("ddp", "resume on another world size")
-def test_the_other_nodes_go_on_after_one_is_lost(tmp_path):
+def test_the_other_nodes_go_on_after_one_is_lost(tmp_path, port):
     calm = (
         *STABLE,
         *LONG,
@@ -161,7 +163,6 @@ def test_the_other_nodes_go_on_after_one_is_lost(tmp_path):
         "kfac.damping=1.0",
     )  # small differences stay small
     options = (*SMALL, *calm, "run_id=elastic")
-    port = free_port()
     elastic = [
         "--nnodes=1:2",
         "--nproc-per-node=1",
@@ -192,40 +193,21 @@ def test_the_other_nodes_go_on_after_one_is_lost(tmp_path):
     assert ours == pytest.approx(theirs, rel=1e-3)
 
 
-def by_hand(folder, *options, env=()):
-    """Start two ranks without an agent, like srun."""
-    port = str(free_port())
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        start(
-            folder,
-            "-m",
-            "kfac_bench",
-            *SMALL,
-            *options,
-            env=world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(env),
-        )
-        for rank in range(2)
-    ]
-
-
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_ranks_with_different_options_end_with_one_line(tmp_path):
-    with started(*by_hand(tmp_path, "seed=${oc.env:RANK}")) as ranks:
-        assert [rank.wait(PATIENCE_S) for rank in ranks] == [2, 2]
-    said = "".join(rank.said.read_text() for rank in ranks).splitlines()
+    options = [*SMALL, f"runs_dir={tmp_path}/runs", "seed=${oc.env:RANK}"]
+    ended = launch.by_hand(tmp_path, 2, options)
+    assert ended.codes == [2, 2]
+    said = ended.errors.splitlines()
     assert said == ["kfac-train: ranks [1] have other options than rank 0. Use one command for all"]
 
 
 @pytest.mark.parametrize("agent", [slow(False), True])
-def test_waiting_for_a_missing_rank_ends_after_the_timeout(monkeypatch, agent):
+def test_waiting_for_a_missing_rank_ends_after_the_timeout(monkeypatch, port, agent):
     """Rank 0 of two keeps the store, or torchrun's agent keeps it."""
-    port = free_port()
-    store = (
-        dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if agent else None
-    )
-    world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    store = agent and dist.TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False)
+    world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in (world | {"TORCHELASTIC_USE_AGENT_STORE": str(agent)}).items():
         monkeypatch.setenv(name, value)
     begin = time.monotonic()

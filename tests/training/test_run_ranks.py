@@ -3,19 +3,17 @@
 import contextlib
 import json
 import threading
-from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from kfac_bench.record.event_log import EventLog
 from kfac_bench.record.events import Evaluated, Resumed, Trained
 from kfac_bench.training import checkpoint, run, run_directory
 from kfac_bench.training.run_directory import RunDirectory
 from tests.support.distributed import run_ranks
-from tests.support.quick import quick_if
+from tests.support.quick import slow
 from tests.support.runs import (
     ALONE,
     KFAC,
@@ -25,6 +23,7 @@ from tests.support.runs import (
     before_step,
     config_of,
     end,
+    evaluated,
     here,
     of_kind,
     steps_of,
@@ -38,10 +37,7 @@ from tests.support.runs import (
 @pytest.mark.supports("ddp", "kfac-train")
 @pytest.mark.parametrize(
     ("strategy", "method"),
-    quick_if(
-        (("comm_opt", "inverse"), ("layer_wise", "eigen")).__contains__,
-        product(("comm_opt", "layer_wise"), ("eigen", "inverse", "eigen_adam")),
-    ),
+    [("comm_opt", "inverse"), ("layer_wise", "eigen"), slow("layer_wise", "eigen_adam")],
 )
 def test_an_interrupted_run_on_two_ranks_ends_with_the_same_weights(tmp_path, strategy, method):
     options = (*KFAC, f"kfac={strategy}", f"kfac.method={method}")
@@ -90,20 +86,6 @@ def test_all_ranks_stop_one_step_after_the_step_with_the_signal(tmp_path):
 
 
 @pytest.mark.ranks
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
-    # Stable, and with decompositions whose steps are the same on any number of ranks.
-    stable = (*KFAC, "optimizer.lr=0.02", "kfac.damping=0.1", "kfac.spread=false")
-    options = (*stable, "run_id=r")
-    run_ranks(2, train_here, tmp_path, (*options, "trainer.max_steps=5"))
-    _, path = train(tmp_path, *options, "trainer.max_steps=10")
-    run_ranks(2, train_here, tmp_path, (*options, "trainer.max_steps=15"))
-    _, alone = train(tmp_path, *stable, "run_id=alone", "trainer.max_steps=15")
-    assert steps_of(path, Resumed) == [5, 10]
-    ours, theirs = (of_kind(p, Evaluated)[-1].metrics["squared_error"] for p in (path, alone))
-    assert ours == pytest.approx(theirs, rel=1e-4)
-
-
-@pytest.mark.ranks
 def test_a_loss_that_is_not_finite_on_one_rank_stops_both(tmp_path):
     options = ("trainer.max_steps=10", "run_id=r", *KFAC)
     results = run_ranks(2, train_here, tmp_path, options, SMALL, None, (1, 7))
@@ -122,17 +104,9 @@ def evaluate_here(folder, saved, examples):
     for buffer in trainer._bare.buffers():
         if buffer.is_floating_point():
             buffer.add_(backend.ranks.rank)
-    seen = []
-
-    class Keep:
-        def write(self, event):
-            seen.append(event)
-
-    trainer.log = EventLog([Keep()])
     if examples is not None:
         trainer.data.eval_size = examples
-    trainer._evaluate()
-    return seen[0].metrics
+    return evaluated(trainer)
 
 
 @pytest.mark.ranks

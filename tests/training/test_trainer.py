@@ -23,6 +23,7 @@ from tests.support.runs import (
     config_of,
     end,
     here,
+    losses_of,
     of_kind,
     steps_of,
     terminate,
@@ -46,10 +47,6 @@ def saved_of(path):
     """Rank 0's part of the newest checkpoint: weights, and K-FAC's state by layer."""
     found, _ = checkpoint.find(path)
     return found.shards[0]["model"], found.shards[0]["kfac"]["layers"]
-
-
-def losses_of(path):
-    return [e.loss for e in of_kind(path, Trained)]
 
 
 def sides(state):
@@ -218,8 +215,10 @@ def seen_in(folder, *overrides, base=SMALL):
     return dtypes[True], dtypes[False], path
 
 
-@pytest.mark.parametrize("base", [SMALL, slow(RESNET)], ids=["autoencoder", "resnet8"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "base"),
+    [("bf16", SMALL), ("fp16", SMALL), slow("bf16", RESNET)],
+)
 def test_a_lower_precision_trains_nearly_as_well(tmp_path, monkeypatch, precision, base):
     scaler_of(monkeypatch, init_scale=2.0**10)  # the usual 2**16 overflows at first
     _, _, full = seen_in(tmp_path, "run_id=full", base=base)

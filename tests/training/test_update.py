@@ -11,8 +11,8 @@ from kfac_bench.config import TrainerConfig
 from kfac_bench.errors import UsageError
 from kfac_bench.training.update import check_last_batch
 from tests.support.distributed import run_ranks
-from tests.support.runs import SMALL, config_of, train, train_here, trainer_of
-from tests.training.test_trainer import STABLE, losses_of, saved_of
+from tests.support.runs import SMALL, config_of, losses_of, train, train_here, trainer_of
+from tests.training.test_trainer import STABLE, saved_of
 
 STEPS = 3
 CLIPS = {

@@ -74,7 +74,7 @@ def take_steps(folder, device, *options, base=SMALL):
         stack.enter_context(steps_on_meta())
         batches = trainer._rank_batches.train(0)
         trainer._train_step(trainer._to_device(next(batches)))
-        for _ in range(4):
+        for _ in range(2):
             batch = next(batches)
             with refuse():
                 trainer._train_step(trainer._to_device(batch))
@@ -99,7 +99,7 @@ OPTIMIZERS = (
 @pytest.mark.parametrize("kind", quick_if(("kfac", "parts").__contains__, KINDS))
 def test_a_step_with_kfac_does_not_wait(tmp_path, outcomes, device, kind):
     take_steps(tmp_path, device, *KINDS[kind])
-    assert outcomes == [1, 2, 3, 4], "the last outcome is still in flight"
+    assert outcomes == [1, 2], "the last outcome is still in flight"
 
 
 @DEVICES

@@ -46,9 +46,6 @@ pytestmark = pytest.mark.ranks
 
 ALL_CHOICES = [(s, m) for s in STRATEGIES for m in METHODS if m != "ekfac" or s == "comm_opt"]
 CHOICES = [(s, m) for s, m in ALL_CHOICES if s != "local_factors"]
-IS_QUICK = {
-    (s, m) for s, m in ALL_CHOICES if m in ("eigen", "ekfac") or (s, m) == ("mem_opt", "eigen_adam")
-}.__contains__
 
 
 class Attention(nn.Module):
@@ -154,8 +151,18 @@ def test_fsdp2_covers_all_kinds_of_layers(strategy, method):
 
 
 @pytest.mark.supports("fsdp2", "{strategy}")
-@pytest.mark.parametrize(("strategy", "method"), quick_if(IS_QUICK, ALL_CHOICES))
-@pytest.mark.parametrize("world", [2, slow(4)])
+@pytest.mark.parametrize(
+    ("world", "strategy", "method"),
+    [
+        # On two ranks, hybrid_opt is mem_opt.
+        *quick_if(
+            lambda case: case[2] in ("eigen", "ekfac") or case[1:] == ("mem_opt", "eigen_adam"),
+            [(2, s, m) for s, m in ALL_CHOICES if s != "hybrid_opt"],
+        ),
+        *(slow(4, s, "eigen") for s in STRATEGIES),
+        slow(4, "mem_opt", "eigen_adam"),
+    ],
+)
 def test_fsdp2_equals_one_process(world, strategy, method):
     run_ranks(world, fsdp_on_rank, tiny_model, batch, strategy, {"method": method})
 
@@ -201,13 +208,20 @@ def tensor_parallel_on_rank(strategy, options, sequence):
 
 
 @pytest.mark.supports("tensor parallel", "{strategy}")
-@pytest.mark.parametrize("sequence", [slow(False), True])
 @pytest.mark.parametrize(
-    ("strategy", "method"),
-    quick_if(
-        (("comm_opt", "ekfac"), ("mem_opt", "eigen_adam"), ("owner_reduce", "eigen")).__contains__,
-        CHOICES,
-    ),
+    ("strategy", "method", "sequence"),
+    [
+        *quick_if(
+            (
+                *(("comm_opt", "ekfac", True), ("mem_opt", "eigen_adam", True)),
+                ("owner_reduce", "eigen", True),
+            ).__contains__,
+            [(s, m, True) for s, m in CHOICES if s != "hybrid_opt" or m == "eigen"],
+        ),
+        slow("comm_opt", "eigen", False),
+        slow("mem_opt", "inverse", False),
+        slow("owner_reduce", "eigen", False),
+    ],
 )
 def test_tensor_parallel_equals_one_process(strategy, method, sequence):
     run_ranks(2, tensor_parallel_on_rank, strategy, ALL | {"method": method}, sequence)
@@ -238,9 +252,15 @@ def grid_on_rank(strategy, options, sequence, data_parallel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [slow(False), True])
-@pytest.mark.parametrize("strategy", [slow("comm_opt"), "mem_opt"])
-@pytest.mark.parametrize("data_parallel", ["fsdp2", slow("by hand")])
+@pytest.mark.parametrize(
+    ("strategy", "data_parallel", "sequence"),
+    [
+        ("mem_opt", "fsdp2", True),
+        ("comm_opt", "fsdp2", False),
+        ("comm_opt", "by hand", True),
+        ("mem_opt", "by hand", False),
+    ],
+)
 def test_tensor_parallel_beside_data_parallel_equals_one_process(strategy, data_parallel, sequence):
     run_ranks(4, grid_on_rank, strategy, ALL, sequence, data_parallel)
 

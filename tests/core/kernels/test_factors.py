@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -22,17 +21,13 @@ from kfac_bench.core.kernels.patches import (
     patch_rows,
     patch_sum,
 )
+from tests.support.properties import for_all
 
 torch.set_num_threads(1)
 
 LAYOUTS = ("contiguous", "channels_last", "transposed", "sliced", "expanded")
 MODES = ("zeros", "reflect", "replicate", "circular")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def for_all(*strategies, **named):
-    slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    return lambda test: slow(given(*strategies, **named)(test))
 
 
 def image(n, c, *size, layout="contiguous", seed=0, dtype=torch.float32):

@@ -5,18 +5,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kfac_bench.core.kernels import linalg
 from tests.support import oracle
+from tests.support.properties import for_all
 
 torch.set_num_threads(1)
-
-
-def for_all(*strategies):
-    slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    return lambda test: slow(given(*strategies)(test))
 
 
 def generator(seed):

@@ -4,7 +4,6 @@ import dataclasses
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kfac_bench.core.planning.estimate import (
@@ -29,6 +28,7 @@ from kfac_bench.core.planning.plan import (
     Stage,
 )
 from kfac_bench.core.planning.planner import make_plan
+from tests.support.properties import for_all
 
 DIMS = st.one_of(st.sampled_from([1, 2, 3, 8]), st.integers(1, 60))
 SHAPES = st.tuples(
@@ -59,11 +59,6 @@ EMBEDDING = LayerSpec("embedding", 5, 2, a_diagonal=True)
 HEAD = LayerSpec("head", 2, 7, g_diagonal=True)
 ALL_KINDS = [GROUPED, EMBEDDING, HEAD]
 ROWS_OF_ALL = {"grouped": 10, "embedding": 4, "head": 6}
-
-
-def for_all(*strategies):
-    slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    return lambda test: slow(given(*strategies)(test))
 
 
 def stage_flops(plan, rank, rows):

@@ -8,7 +8,7 @@ from collections import Counter
 from itertools import product
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from kfac_bench.core.planning.estimate import (
@@ -38,6 +38,7 @@ from kfac_bench.core.planning.plan import (
     Stage,
 )
 from kfac_bench.core.planning.planner import SECONDS, cubic_cost, make_plan, measured_cost
+from tests.support.properties import for_all
 
 DIMS = st.one_of(st.sampled_from([1, 2, 3, 8]), st.integers(1, 60))
 SHAPES = st.tuples(
@@ -52,12 +53,6 @@ SPECS = st.lists(SHAPES, min_size=1, max_size=12).map(
 )
 ADJUSTABLE = [name for name, row in STRATEGY_TABLE.items() if row.adjustable]
 MESSAGES = (ReduceFactors, ReduceSecondMoments, ShareDecompositions, ShareGradients)
-
-
-def for_all(*strategies):
-    """Return ``given`` without a time limit: the machine may be busy."""
-    slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    return lambda test: slow(given(*strategies)(test))
 
 
 @dataclasses.dataclass

@@ -21,6 +21,7 @@ from kfac_bench.data.demo import demo_folder
 from kfac_bench.data.images import imagefolder
 from kfac_bench.data.language import squad
 from tests.support.configs import quick_load
+from tests.support.language import make_squad, make_text
 from tests.support.quick import slow
 from tests.support.runs import write_pictures
 
@@ -29,9 +30,17 @@ TASKS = {
     "lgg": ("task=segmentation", "model=unet"),
     "pictures": ("task=denoising", "model=unet"),
     "pydoc": ("task=language_model", "model=lstm"),
-    "squad": ("task=question_answering", "model=bert_tiny"),
-    "text": ("task=pretraining", "model=bert_tiny"),
+    "squad": (
+        *("task=question_answering", "model=bert_tiny", "data.sequence_length=32"),
+        *("data.stride=12", "data.question_length=8"),
+    ),
+    "text": (
+        *("task=pretraining", "model=bert_tiny", "data.sequence_length=32"),
+        *("data.masked=0.3", "data.max_predictions=12"),
+    ),
 }
+SMALL = {"squad": make_squad, "text": make_text}
+"""Smaller than the demos."""
 BUILT_IN = ("digits", "patches", "pictures", "pydoc")
 
 
@@ -39,6 +48,10 @@ def open_data(name, root=None, *options):
     where = () if root is None else (f"data.root={root}",)
     config = quick_load([f"data={name}", *TASKS.get(name, ()), *where, *options])
     return config.data.build(config.task.name)
+
+
+def make(name, root):
+    return SMALL[name](root) if name in SMALL else demo_folder.make(name, root)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -130,7 +143,7 @@ def test_differences_of_foreign_content_are_words():
 )
 def test_a_changed_file_changes_the_fingerprint(name, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    demo_folder.make(name, tmp_path / "a")
+    make(name, tmp_path / "a")
     before = fingerprint(open_data(name, tmp_path / "a"))
     moved = shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert fingerprint(open_data(name, moved)) == before
@@ -145,7 +158,7 @@ def test_a_changed_file_changes_the_fingerprint(name, tmp_path, monkeypatch):
 def test_other_packed_data_have_another_fingerprint(name, tmp_path, monkeypatch):
     """Shards are compared by their indices, text by its manifest, Fashion-MNIST by its pixels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    demo_folder.make(name, tmp_path / "a")
+    make(name, tmp_path / "a")
     data = open_data(name, tmp_path / "a")
     before = fingerprint(data)
     assert fingerprint(open_data(name, shutil.move(tmp_path / "a", tmp_path / "b"))) == before

@@ -9,30 +9,22 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context, set_start_method
+from multiprocessing import set_start_method
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.support import forks
+from tests.support.forks import own_port
+
 ENDS_S = 120.0
 """Time for the ranks of a short run to end by themselves."""
-
-FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "tests.reliability.faults.inject",
-        "kfac_bench.training.run",
-        "kfac_bench.distributed.backends.ddp",
-        "torch._dynamo",
-    ]
-)
 
 
 @dataclass
@@ -68,7 +60,7 @@ def by_hand(
         for rank in range(ranks):
             who = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else alone
             who |= dict(environment or {})
-            process = FORKS.Process(
+            process = forks.server().Process(
                 target=_rank, args=(folder, rank, who, dict(injected or {}), [*options])
             )
             process.start()
@@ -149,17 +141,6 @@ def seconds_to_a_new_step(events: Path, size: int) -> float:
     while not stepped(events, size) and time.monotonic() < began + ENDS_S:
         time.sleep(0.005)
     return time.monotonic() - began
-
-
-@contextmanager
-def own_port() -> Iterator[str]:
-    """Reserve a port for rank 0, which the system gives to nobody else within the block."""
-    # A bound socket that does not listen reserves the port. torch's store can still listen there,
-    # because both set SO_REUSEADDR.
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield str(held.getsockname()[1])
 
 
 def torchrun(

@@ -20,7 +20,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE, Checkpointed, RunEnded, read
 from kfac_bench.record.score import median_with_interval
 from kfac_bench.report.tables import Table, Value
-from tests.reliability.faults.launch import FORKS
+from tests.support import forks
 
 EXPERIMENTS: Mapping[str, Sequence[str]] = {
     name: (f"experiment={name}", "profile=smoke")
@@ -124,7 +124,7 @@ def _row(name: str, pairs: Sequence[Pair]) -> list[Value]:
 
 def _spent(options: Sequence[str], *, saving: bool) -> Spent:
     with tempfile.TemporaryDirectory(prefix="kfac-faults-") as scratch:
-        process = FORKS.Process(target=_train, args=(scratch, [*options], saving))
+        process = forks.server().Process(target=_train, args=(scratch, [*options], saving))
         process.start()
         process.join()
         result = Path(scratch) / "spent.json"
