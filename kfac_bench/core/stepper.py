@@ -209,7 +209,7 @@ class Stepper:
         self._trial = None
 
 
-MOST_UNJUDGED = 3
+MOST_UNJUDGED = 10
 """Steps without a verdict on the damping, before a warning. A GradScaler may skip some steps."""
 
 WITH_STATISTICS, WITHOUT = 3, 3

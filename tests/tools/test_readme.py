@@ -231,7 +231,7 @@ def test_the_row_of_resnet50_on_digits_follows_from_its_runs(tmp_path):
     # The cells are the command of README, whose options come from its recipe.
     (cell,) = (cell for cell in runs.cells if cell.label == "K-FAC seed 1")
     first = compose.load(["model=resnet50", "kfac.update_freq=500", "recipe=digits_resnet"])
-    ours = dict((name, value) for name, value, _ in options(cell.config()))
+    ours = {name: value for name, value, _ in options(cell.config())}
     changed = {name for name, value, _ in options(first) if ours[name] != value}
     assert changed == {"trainer.clock", "trainer.threads", "seed", "runs_dir"}
 
