@@ -307,8 +307,8 @@ def _product_flops(n: int, device: torch.device) -> float:
 
 def _decompose_s(n: int, device: torch.device, method: str) -> float:
     # The script may have set another default device and dtype.
-    cpu = {"device": "cpu", "generator": torch.Generator("cpu").manual_seed(0)}
-    rows = torch.randn(2 * n, n, dtype=torch.float32, **cpu).to(device)  # type: ignore[call-overload]
+    cpu = torch.Generator("cpu").manual_seed(0)
+    rows = torch.randn(2 * n, n, generator=cpu, device="cpu", dtype=torch.float32).to(device)
     factor = rows.mT @ rows / len(rows)
     if method == "inverse":
         return _fastest(lambda: linalg.damped_inverse(factor, 1.0), device)

@@ -110,6 +110,16 @@ def test_links_lead_somewhere(page):
         assert (ROOT / link.partition("#")[0]).exists(), link
 
 
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda p: p.stem
+)
+def test_tables_are_whole(page):
+    """An empty line within a table would end it, and its other rows would be text."""
+    for block in re.split(r"\n\s*\n", page.read_text()):
+        if block.startswith("| "):
+            assert re.match(r".*\n\|[ :|-]+\|(\n|$)", block), block
+
+
 def test_readme_is_short():
     assert len(README.splitlines()) <= 95
     assert len(README.split()) <= 850

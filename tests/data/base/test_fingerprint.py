@@ -31,12 +31,18 @@ TASKS = {
     "pictures": ("task=denoising", "model=unet"),
     "pydoc": ("task=language_model", "model=lstm"),
     "squad": (
-        *("task=question_answering", "model=bert_tiny", "data.sequence_length=32"),
-        *("data.stride=12", "data.question_length=8"),
+        "task=question_answering",
+        "model=bert_tiny",
+        "data.sequence_length=32",
+        "data.stride=12",
+        "data.question_length=8",
     ),
     "text": (
-        *("task=pretraining", "model=bert_tiny", "data.sequence_length=32"),
-        *("data.masked=0.3", "data.max_predictions=12"),
+        "task=pretraining",
+        "model=bert_tiny",
+        "data.sequence_length=32",
+        "data.masked=0.3",
+        "data.max_predictions=12",
     ),
 }
 SMALL = {"squad": make_squad, "text": make_text}
