@@ -79,7 +79,7 @@ class Planned:
             "limit_s": self.limit_s,
         }
         result = desk.run({**run, "runs": self.competitor.runs})
-        results.add({**run, **result})
+        results.add({**run, **result, "measured": measured()})
         chosen = " ".join(f"{k}={settings[k]}" for k in self.competitor.ranges)
         end = result.get("why") or "{end} after {seconds:.1f} s, {steps} steps".format(**result)
         say(f"{self.title}, {self.competitor.label} {chosen}: {end}")
@@ -132,17 +132,26 @@ def rows(results: Results, trials: int, seeds: Sequence[int]) -> list[Row]:
     return found
 
 
-def head(desk: Desk, seeds: Sequence[int]) -> str:
-    """Return a paragraph about the machine and the work."""
-    machine, work = environment.describe(), desk.work
+def measured() -> dict[str, str]:
+    """Return when, where and with which code a run was made."""
+    machine = environment.describe()
     date = datetime.now(UTC).date().isoformat()
-    short = " **Short runs: the numbers mean nothing.**" if desk.is_short else ""
+    return {"date": date, "cpu": machine["hardware"]["cpu"], "commit": machine["git_commit"]}
+
+
+def head(results: Results, finished: Sequence[Row], seeds: Sequence[int]) -> str:
+    """Return a paragraph about the machines and the work."""
+    places = [run["measured"] for row in finished for run in (*row.trials, *row.finals)]
+    cpus, dates, codes = (sorted({p[key] for p in places}) for key in ("cpu", "date", "commit"))
+    # A short hash, and "+changes" if files differed from the commit.
+    commits = [code[:9] + code[40:] for code in codes]
+    work = results.work
+    where = ", ".join([*cpus, "one thread", *dates])
     return (
-        f"{machine['hardware']['cpu']}, one thread, {date}, commit "
-        f"{machine['git_commit'][:9] or 'unknown'}. The target is a squared error of "
+        f"{where}, commit {', '.join(commits)}. The target is a squared error of "
         f"{work['target']:g}; a run ends after {work['limit_s']:g} CPU s or {work['max_steps']} "
         f"steps. Settings were tuned on seed {STUDY['tuning_seed']}, and the table has the seeds "
-        f"{', '.join(map(str, seeds))}. `{machine['command']}`{short}"
+        f"{', '.join(map(str, seeds))}."
     )
 
 
@@ -193,7 +202,8 @@ def run(options: argparse.Namespace) -> str:
         finished = rows(results, options.trials, options.seeds)
         if not finished:
             raise UsageError("no competitor could run, so there is no table")
-        return peers_results.render(finished, head(desk, options.seeds))
+        short = " **Short runs: the numbers mean nothing.**" if desk.is_short else ""
+        return peers_results.render(finished, head(results, finished, options.seeds) + short)
 
 
 def say(line: str) -> None:
