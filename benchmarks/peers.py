@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 # A file that is started directly does not find its package.
@@ -135,8 +136,9 @@ def rows(results: Results, trials: int, seeds: Sequence[int]) -> list[Row]:
 def measured() -> dict[str, str]:
     """Return when, where and with which code a run was made."""
     machine = environment.describe()
+    cpu = f"{machine['hardware']['cpu']} with {torch.backends.cpu.get_cpu_capability()}"
     date = datetime.now(UTC).date().isoformat()
-    return {"date": date, "cpu": machine["hardware"]["cpu"], "commit": machine["git_commit"]}
+    return {"date": date, "cpu": cpu, "commit": machine["git_commit"]}
 
 
 def head(results: Results, finished: Sequence[Row], seeds: Sequence[int]) -> str:

@@ -69,7 +69,11 @@ class Muon(Optimizer):
         if group["nesterov"]:
             momenta = list(torch._foreach_lerp(grads, momenta, group["momentum"]))
         matrices = torch.stack([full(each).flatten(1) for each in momenta])
-        updates = linalg.orthogonalize_bfloat16(matrices, NEWTON_SCHULZ_STEPS).to(matrices.dtype)
+        # Rounding to bfloat16 does no harm, but it costs time where products in it are slow.
+        is_fast = linalg.has_fast_bfloat16(matrices.device)
+        wide = torch.promote_types(matrices.dtype, torch.float32)
+        dtype = torch.bfloat16 if is_fast else wide
+        updates = linalg.orthogonalize(matrices, NEWTON_SCHULZ_STEPS, dtype).to(matrices.dtype)
         outputs, inputs = matrices.shape[1:]
         if group.get("is_transposed", False):
             outputs, inputs = inputs, outputs

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from kfac_bench import muon
+from kfac_bench.core.kernels import linalg
 from kfac_bench.config import compose
 from kfac_bench.config.groups import TABLES
 from kfac_bench.errors import UsageError
@@ -141,9 +142,19 @@ def test_weights_without_decay_by_name_and_by_class():
     assert [g["weight_decay"] for g in groups] == [0.01, 0.0]
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
-def test_muon():
+def test_muon(is_fast, monkeypatch):
     """Hidden weights as torch's own has them; the last layer and vectors by Adam."""
+    precisions = set()
+
+    def orthogonalize(x, steps, dtype):
+        precisions.add(dtype)
+        return exact(x, steps, dtype)
+
+    exact = linalg.orthogonalize
+    monkeypatch.setattr(linalg, "orthogonalize", orthogonalize)
+    monkeypatch.setattr(linalg, "has_fast_bfloat16", lambda device: is_fast)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 2))
     grads = {n: torch.randn(3, *p.shape) for n, p in model.named_parameters()}
@@ -170,11 +181,12 @@ def test_muon():
             p.grad = grads[n][step]
         optimizer.step()
     for n, p in model.named_parameters():
-        if n in hidden:  # both iterate in bfloat16, with other roundings
+        if n in hidden:  # torch iterates in bfloat16
             assert (p - wanted[n]).norm() < 0.02 * (wanted[n] - start[n]).norm()
         else:
             torch.testing.assert_close(p, wanted[n])
     assert {g["initial_lr"] for g in optimizer.param_groups} == {0.1, 0.003}
+    assert precisions == {torch.bfloat16 if is_fast else torch.float32}
 
 
 def test_muon_knows_weights_of_inputs_times_outputs():
