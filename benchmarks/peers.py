@@ -191,7 +191,8 @@ def run(options: argparse.Namespace) -> str:
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     chosen = [COMPETITORS[name] for name in options.competitors]
     with tempfile.TemporaryDirectory() as folder:
-        desk = Desk(Path(folder), options.environment, STUDY["experiment"], options.steps)
+        experiment, limit_s = STUDY["experiment"], STUDY["limit_s"]
+        desk = Desk(Path(folder), options.environment, experiment, limit_s, options.steps)
         results = Results(options.out, desk.work)
         # The torch model is the one that others are compared with.
         libraries = dict.fromkeys(["torch", *(competitor.library for competitor in chosen)])

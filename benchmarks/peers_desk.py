@@ -37,14 +37,20 @@ class Desk:
     Args:
         folder: A folder for the files.
         environment: The environment of kfac-jax.
-        experiment: The experiment of the data, the model, the target and the limits.
+        experiment: The experiment of the data, the model, the target and the last step.
+        limit_s: CPU seconds after which a run ends.
         max_steps: Updates of a run at most; None: those of the experiment.
     """
 
     def __init__(
-        self, folder: Path, environment: Path, experiment: str, max_steps: int | None = None
+        self,
+        folder: Path,
+        environment: Path,
+        experiment: str,
+        limit_s: float,
+        max_steps: int | None = None,
     ) -> None:
-        self._folder, self._experiment = folder, experiment
+        self._folder, self._experiment, self._limit_s = folder, experiment, limit_s
         self._config = compose.load([f"experiment={experiment}"])
         trainer = self._config.trainer
         assert trainer.max_steps is not None, "the experiment limits its steps"
@@ -65,7 +71,7 @@ class Desk:
             "batch_size": trainer.batch_size,
             "target": trainer.target,
             "max_steps": self._max_steps,
-            "limit_s": trainer.max_train_s,
+            "limit_s": self._limit_s,
             "eval_freq": trainer.eval_freq,
         }
 

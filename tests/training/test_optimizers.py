@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from kfac_bench import muon
-from kfac_bench.core.kernels import linalg
 from kfac_bench.config import compose
 from kfac_bench.config.groups import TABLES
+from kfac_bench.core.kernels import linalg
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated, Resumed
 from kfac_bench.training.build import build_optimizer
