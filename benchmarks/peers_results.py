@@ -106,6 +106,7 @@ class Results:
                     f"--out {path}: has runs with {key}={kept_work.get(key)}, not {value}. Delete "
                     "the file or name another one"
                 )
+        self.work = {**kept_work, **self.work}
 
     def find(self, kind: str, name: str, seed: int, settings: Mapping[str, Any]) -> Run | None:
         """Return the finished run, or None."""

@@ -17,6 +17,9 @@ _WORDS = {
 }
 """Words that choose a model for a dataset that the default model cannot learn."""
 
+_OF_TEXT = {"vocab_file": None, "vocab_size": 30522, "sequence_length": [128], "eval_share": 0.01}
+"""The options of ``prepare`` for text, and their defaults."""
+
 
 def data(arguments: list[str]) -> int:
     """Parse the arguments, run the command and return the exit code."""
@@ -74,19 +77,19 @@ def build_parser() -> Parser:
         "--vocab-file", type=Path, help="vocab.txt to use; by default a new vocabulary is trained"
     )
     text.add_argument(
-        "--vocab-size", type=int, default=30522, help="tokens of a new vocabulary (default: 30522)"
+        "--vocab-size", type=int, default=_OF_TEXT["vocab_size"], help="tokens of a new vocabulary (default: 30522)"
     )
     text.add_argument(
         "--sequence-length",
         type=int,
         nargs="+",
-        default=[128],
+        default=_OF_TEXT["sequence_length"],
         help="tokens of an example (default: 128)",
     )
     text.add_argument(
         "--eval-share",
         type=float,
-        default=0.01,
+        default=_OF_TEXT["eval_share"],
         help="share of documents to hold out; wikitext has a split of its own (default: 0.01)",
     )
     return parser
@@ -124,6 +127,10 @@ def _verify(folder: Path) -> int:
 
 def _prepare(options: argparse.Namespace) -> int:
     if options.layout == "shards":
+        for name, default in _OF_TEXT.items():
+            if getattr(options, name) != default:
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{option} is for text, and shards have images. Leave it out")
         from kfac_bench.data.images import tar_shards
 
         for line in tar_shards.write(options.folder, options.source):

@@ -123,7 +123,7 @@ class KFACOptions(TypedDict, total=False):
                   to the product of the factors.
                 * ``ekfac``: like ``eigen``, with eigenvalues replaced by second moments of the
                   gradients in the eigenbasis (George et al. 2018). They change at each factor
-                  update.
+                  update, and a new decomposition turns them into its basis.
                 * ``eigen_adam``: Adam in the eigenbasis of A and G, without damping and limits;
                   only with the optimizer
                   :class:`~kfac_bench.core.eigen_adam_optimizer.EigenAdam`. Build both with

@@ -103,6 +103,10 @@ class LanguageModelConfig(TaskConfig):
 
         return LanguageModel(getattr(data, "tokens", ()))
 
+    def check(self, config: TrainConfig) -> None:
+        super().check(config)
+        _check_damping(config)
+
 
 @dataclass
 class PretrainingConfig(TaskConfig):
@@ -123,6 +127,17 @@ class PretrainingConfig(TaskConfig):
                 "task=pretraining has two (masked tokens and next sentences): use "
                 "kfac.fisher=empirical"
             )
+        _check_damping(config)
+
+
+def _check_damping(config: TrainConfig) -> None:
+    """Refuse an adaptive damping if the loss is a mean over tokens, whose number it would need."""
+    if config.kfac.enabled and config.kfac.adaptive_damping:
+        raise UsageError(
+            f"kfac.adaptive_damping=true does not fit task={config.task.name}, whose loss is a "
+            "mean over the tokens of each example: use kfac.damping. In your own script, "
+            "KFAC takes damping=LevenbergMarquardt(terms=TOKENS)"
+        )
 
 
 @dataclass

@@ -241,8 +241,8 @@ def test_every_cell_of_every_benchmark_composes(name):
         found = cell.config()
         assert found.runs_dir == "runs/test"
         assert cell.label.endswith(f"seed {found.seed}")
-        # A study of one command compares final accuracies.
-        assert found.trainer.target is not None or name == "resnet50_digits"
+        # Two benchmarks compare final accuracies.
+        assert found.trainer.target is not None or name in ("resnet50_digits", "claim1_damping")
 
 
 def test_cells_of_the_demo_have_the_optimizers_of_their_labels():

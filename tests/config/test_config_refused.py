@@ -277,6 +277,13 @@ def test_only_a_number_as_damping_decays_at_epochs():
     compose.load([epochs, "kfac=none"])
 
 
+@pytest.mark.parametrize("model", ["model=transformer", "model=bert_tiny"])
+def test_an_adaptive_damping_does_not_fit_a_mean_over_tokens(model):
+    said = [model, "kfac.damping=0.1", "kfac.adaptive_damping=true"]
+    assert "a mean over the tokens of each example: use kfac.damping." in refused(said)
+    compose.load([*said, "kfac=none"])
+
+
 def test_a_misspelt_option_suggests_an_option_of_the_chosen_optimizer():
     text = refused(["optimizer=adam", "optimizer.beta_1=0.5"])
     assert "did you mean optimizer.beta1?" in text

@@ -167,10 +167,13 @@ def test_the_ranges_of_kfac_are_those_of_the_classic_autoencoder():
 # ---- results ----
 
 
+CURVE = [[10, 2.0, 30.0], [20, 4.0, 17.0], [30, 6.0, None], [40, 8.0, 13.0]]
+
+
 def run_of(name, kind="final", seed=0, end="target", seconds=10.0, steps=100, number=0):
     settings = peers.draw(COMPETITORS[name], number + 1)[number]
     what = {"competitor": name, "kind": kind, "seed": seed, "settings": settings}
-    result = {"end": end, "seconds": seconds, "steps": steps, "best_error": 12.5}
+    result = {"end": end, "seconds": seconds, "steps": steps, "best_error": 12.5, "curve": CURVE}
     machine = {"cpu_share": 0.99, "start_s": 1.5, "versions": {"torch": "2.14.1"}}
     return what | result | machine
 
@@ -239,11 +242,12 @@ def test_the_table_has_medians_ranges_and_misses():
     ]
     text = peers_results.render(rows, "The machine.")
     assert cells(text, "K-FAC inverse") == [
-        "K-FAC inverse", "3 of 3", "9 (8 to 10)", "1.00", "90 (80 to 100)", "100", "1.5",
+        "K-FAC inverse", "3 of 3", "9 (8 to 10)", "4 (4 to 4)", "1.00", "90 (80 to 100)", "100",
+        "1.5",
     ]  # fmt: skip
-    assert cells(text, "SOAP")[2:5] == ["18 (18 to 18)", "2.00", "90 (90 to 90)"]
+    assert cells(text, "SOAP")[2:6] == ["18 (18 to 18)", "4 (4 to 4)", "2.00", "90 (90 to 90)"]
     missed = "missed (80 to missed)"
-    assert cells(text, "Shampoo")[1:4] == ["1 of 3", missed, ""]
+    assert cells(text, "Shampoo")[1:5] == ["1 of 3", missed, "4 (4 to 4)", ""]
     assert "Versions: torch 2.14.1." in text
     assert "Other programs" not in text
 
@@ -265,6 +269,14 @@ def test_a_failed_run_is_a_miss():
 
 
 # ---- the page and the options ----
+
+
+def test_the_page_is_that_of_the_kept_runs():
+    results, seeds = Results(ROOT / "benchmarks" / "results" / "peers.json", {}), [0, 1, 2]
+    rows = peers.rows(results, 6, seeds)
+    assert len(rows) == len(COMPETITORS)
+    made = peers_results.render(rows, peers.head(results, rows, seeds))
+    assert made in (ROOT / "docs" / "lab" / "peers.md").read_text()
 
 
 def test_tables_stand_between_the_marks_of_the_page(tmp_path):

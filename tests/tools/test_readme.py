@@ -142,6 +142,11 @@ def test_the_numbers_of_the_autoencoder_are_those_of_its_page():
     for other in others.split(", "):
         name, number = other.removesuffix(" s").rsplit(" ", 1)
         assert float(number) == round(float(seconds[name])), other
+    muon, adam = (
+        float(seconds[name]) / float(seconds["K-FAC inverse"]) for name in ("Muon", "Adam")
+    )
+    told = (ROOT / "docs" / "explanation" / "is_kfac_for_me.md").read_text()
+    assert f"{muon:.1f}x faster than Muon and {adam:.1f}x faster than Adam]" in told
 
 
 def test_the_verdicts_are_counted_right():
@@ -278,3 +283,22 @@ def test_the_row_of_the_gpu_is_that_of_its_page():
     seconds, end = found["AdamW"]
     assert others == f"**AdamW {seconds}** (end: {end}), SGD never"
     assert "SGD with momentum" not in found
+
+
+def test_the_time_of_a_step_on_the_gpu_is_that_of_its_page():
+    page = (ROOT / "docs" / "lab" / "gpu.md").read_text()
+    pattern = r"^\| resnet32 \(batch 128, .*\| inverse \| 10, 100 .*\*\*([\d.]+)\*\*"
+    (ratio,) = re.findall(pattern, page, re.MULTILINE)
+    assert f"([H100](docs/lab/gpu.md): {ratio}x)" in row("a step of ResNet-32")[1]
+
+
+def test_the_rates_at_which_adamw_is_better_are_counted_right():
+    page = (ROOT / "docs" / "lab" / "real_networks.md").read_text()
+    for data in ("digits", "JPEG folders"):
+        pattern = rf"^\| ResNet-50, {data} \| adamw [\d.]+ \| ([\d.]+) .*? \| ([\d.]+) "
+        losses = re.findall(pattern, page, re.MULTILINE)
+        worse = [float(own) > float(alone) for alone, own in losses]
+        assert (sum(worse), len(worse)) == (2, 3)
+    assert "worse than AdamW](docs/lab/real_networks.md) at two of three rates" in " ".join(
+        README.split()
+    )

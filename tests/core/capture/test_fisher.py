@@ -205,14 +205,19 @@ def test_type2_of_segmentation(dim):
 
 @pytest.mark.parametrize("s", [1, 4, 16])
 def test_with_s_tokens_the_product_is_1_over_s_of_the_gauss_newton_matrix(s, monkeypatch):
-    """The loss is a mean over N s tokens, of which K-FAC cannot know. All inputs are equal, so that
-    the Kronecker product is exact."""
-    model, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(4).expand(N, s, 4)
+    """The loss is a mean over N s tokens, of which K-FAC cannot know. With weights of zero all
+    tokens have the same probabilities, so that the Kronecker product is exact."""
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(N, s, 4)
     with torch.no_grad():
-        p = model(x)[0, 0].softmax(-1)
-    a = torch.cat([x[0, 0], torch.ones(1)])
-    hessian = torch.diag(p) - torch.outer(p, p)
-    gauss_newton = torch.kron(hessian, torch.outer(a, a))  # of each token, so also of the mean
+        model[0].weight.zero_()
+        model[0].bias.copy_(torch.randn(3))
+    rows = torch.cat([x, torch.ones(N, s, 1)], -1).flatten(0, 1)
+
+    def loss(weight):  # of a linear model the Hessian is the Gauss-Newton matrix
+        return F.cross_entropy(rows @ weight.view(3, 5).mT, torch.zeros(N * s, dtype=torch.long))
+
+    weight = torch.cat([model[0].weight, model[0].bias[:, None]], 1).detach().flatten()
+    gauss_newton = torch.autograd.functional.hessian(loss, weight)
     monkeypatch.setattr(fisher, "_signs_like", torch.ones_like)  # a layer that mixes no positions
     factors = fisher_factors(model, x, "type2")["0"]
     product = torch.kron(factors["G"][0], factors["A"][0])

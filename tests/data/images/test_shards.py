@@ -89,6 +89,13 @@ def test_the_webdataset_package_reads_our_shards(root, folders, capsys, tmp_path
     assert out.splitlines()[0] == f"{tmp_path / 'cli'}/train-000000.tar: 23 images"
 
 
+def test_options_of_text_are_refused(tmp_path, capsys):
+    words = ("prepare", "shards", tmp_path, "--source", tmp_path, "--sequence-length", "64")
+    code, _, error = run(capsys, *words)
+    assert code == 2
+    assert "--sequence-length is for text, and shards have images. Leave it out" in error
+
+
 def test_shards_of_the_webdataset_package_are_read(tmp_path, monkeypatch, folders):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = imagefolder.Folder(folders, "train")
