@@ -160,7 +160,7 @@ def _send_again(config: TrainConfig) -> None:
 
 
 ALONE = "kfac=none"
-OF_ONE_RUN = ("kfac=", "run_id=", "label=", "resume=")
+OF_ONE_RUN = ("kfac=", "run_id=", "label=", "resume=", "new_phase=")
 """Words that the command of the run beside leaves out."""
 
 

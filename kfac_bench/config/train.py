@@ -333,6 +333,11 @@ class TrainConfig:
     )
     runs_dir: str = option("runs", "where run directories are made", RECORD, per_node=True)
     resume: str | None = option(None, "run directory or checkpoint to start from", PLACE)
+    new_phase: bool = option(
+        False,
+        "begin at step 0, with the weights, the momenta and the state of K-FAC of resume",
+        RESULT,
+    )
     dry_run: bool = option(False, "print what would be trained and what it costs, and stop", RECORD)
 
 
@@ -350,6 +355,22 @@ def check(config: TrainConfig) -> None:
             section.check(config)
     _check_fits_task("model", config.model, config.task.name)
     _check_fits_task("data", config.data, config.task.name)
+    _check_new_phase(config)
+
+
+def _check_new_phase(config: TrainConfig) -> None:
+    """Refuse options that do not fit a run that begins at step 0 with the state of another run."""
+    if not config.new_phase:
+        return
+    if config.resume is None:
+        raise UsageError(
+            "new_phase=true needs a run to start from: set resume=runs/RUN_ID, or new_phase=false"
+        )
+    if config.kfac.damping_decay_epochs or config.kfac.interval_growth_epochs:
+        raise UsageError(
+            "new_phase=true does not fit kfac.damping_decay_epochs or kfac.interval_growth_epochs: "
+            "K-FAC counts its steps on from the checkpoint. Set both to []"
+        )
 
 
 def _check_name(group: str, section: Any) -> None:

@@ -66,9 +66,10 @@ class Resumed(Event):
 
     An evaluation of that step which the run repeats replaces the earlier one.
 
-    ``checkpoint`` is the path of the checkpoint. ``environment`` has the versions and the hardware
-    of this start, as in :class:`RunStarted`. ``options`` has the options that this start changed,
-    by their dotted names.
+    ``checkpoint`` is the path of the checkpoint. If the run begins a new phase with it
+    (``new_phase``), ``step`` is 0. ``environment`` has the versions and the hardware of this start,
+    as in :class:`RunStarted`. ``options`` has the options that this start changed, by their dotted
+    names.
     """
 
     checkpoint: str

@@ -2,9 +2,9 @@
 
 :mod:`.run` calls :func:`start_or_resume` when the trainer is built and the log is open. A run
 continues from its own checkpoint, on the data that it began with. With ``resume=PATH`` a new run
-starts from the checkpoint of another run. Each checkpoint holds the length and the hash of the
-record, so a cut, changed or deleted event file is noticed here: the run continues, says so in one
-line, and marks the gap with an event.
+starts from the checkpoint of another run. With ``new_phase`` as well, it begins at step 0. Each
+checkpoint holds the length and the hash of the record, so a cut, changed or deleted event file is
+noticed here: the run continues, says so in one line, and marks the gap with an event.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,9 +52,14 @@ def start_or_resume(
     saved = _find_together(config, trainer, directory)
     # With resume=PATH the first checkpoint is another run's, and this run only starts.
     own = saved if saved is not None and saved.path.is_relative_to(directory.path) else None
+    begins_phase = config.new_phase and own is None
+    # A new phase has other data on purpose.
+    compared = None if begins_phase else saved
     changed_data = ranks.together(
         lambda: (
-            _check_data(config, trainer, saved, is_own=own is not None) if ranks.is_main else None
+            _check_data(config, trainer, compared, is_own=own is not None)
+            if ranks.is_main
+            else None
         )
     )
     # Rank 0 alone has a record.
@@ -68,7 +73,7 @@ def start_or_resume(
         changed_options = ranks.together(lambda: directory.changed_options(config) if check else {})
     # Before the first event: a run that cannot begin leaves no directory.
     if saved is not None:
-        _restore(trainer, saved, is_own=own is not None)
+        _restore(trainer, saved, is_own=own is not None, begins_phase=begins_phase)
     if own is None or (check is not None and check.lacks_start):
         trainer.log.emit(_first_event(config, trainer, directory, about))
     if saved is not None:
@@ -132,16 +137,17 @@ def _first_event(
     )
 
 
-def _restore(trainer: Trainer, saved: Checkpoint, *, is_own: bool) -> None:
+def _restore(trainer: Trainer, saved: Checkpoint, *, is_own: bool, begins_phase: bool) -> None:
     last_step = trainer.length.max_steps
-    if saved.step >= last_step and not is_own:
+    if saved.step >= last_step and not is_own and not begins_phase:
         raise UsageError(
             f"resume: {saved.path} has {saved.step} steps, and this run ends after step "
             f"{last_step}. Set a larger trainer.max_steps or trainer.max_epochs. To begin at step "
-            "0 with these weights, set model.weights in place of resume"
+            "0 with these weights, set model.weights in place of resume; to begin there with the "
+            "whole state, add new_phase=true"
         )
     try:
-        trainer.restore(saved)
+        trainer.restore(saved, begins_phase=begins_phase)
     except ValueError as error:
         raise UsageError(f"resume: {error}") from None
     except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
@@ -160,7 +166,7 @@ def _check_data(
     Args:
         config: The configuration of the run.
         trainer: The trainer, with its data.
-        saved: The checkpoint from which the run continues; None at the start of a run.
+        saved: The checkpoint from which the run continues; None at the start of a run or a phase.
         is_own: Whether the run itself wrote the checkpoint. Otherwise the user has chosen the
             checkpoint of another run (``resume``), whose data may differ.
 

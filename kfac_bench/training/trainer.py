@@ -521,13 +521,19 @@ class Trainer:
                 train_s = self.clock.train_s()
                 self.log.emit(Checkpointed(saved.step, train_s, path, waited_s, cpu_s))
 
-    def restore(self, saved: Checkpoint) -> None:
+    def restore(self, saved: Checkpoint, *, begins_phase: bool = False) -> None:
         """Load a checkpoint, which any number of ranks may have written.
+
+        Args:
+            saved: The checkpoint.
+            begins_phase: Whether step and training time stay at 0 (option ``new_phase``).
 
         Raises:
             ValueError: The checkpoint does not fit the run.
         """
         train_s, owes_evaluation = self._state.load(saved)
+        if begins_phase:
+            return
         # With resume=PATH it is an evaluation of another run.
         self._owes_evaluation = owes_evaluation and saved.path.is_relative_to(self.directory)
         self.clock.set(train_s)

@@ -167,7 +167,7 @@ def test_earlier_phases_run_first_and_are_shared():
     cells = grid.cells(row, "runs/x", None, "smoke")
     first, second = cells[0].before
     assert str(first.path()) == "runs/shared/bert-smoke-1lamb-s0"
-    assert f"model.weights={first.path()}" in second.overrides
+    assert {f"resume={first.path()}", "new_phase=true"} <= {*second.overrides}
     assert f"model.weights={second.path()}/checkpoints/step-00000050" in cells[1].overrides
     waves = slurm_jobs.waves(suite.row("table4a_bert_kfac_phase2", "smoke"))
     assert [len(wave) for wave in waves] == [2, 2, 4]

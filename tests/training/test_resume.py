@@ -220,6 +220,26 @@ def test_resume_uses_the_settings_of_the_new_run(tmp_path):
     assert groups[0]["betas"] == (0.5, 0.999)
 
 
+@pytest.mark.parametrize(("method", "kfac_steps"), [("kfac eigen", 10), ("adam", None)])
+def test_a_new_phase_begins_at_step_0_with_the_whole_state(tmp_path, method, kfac_steps):
+    options = (*METHODS[method], "trainer.log_freq=1", "trainer.max_steps=5")
+    _, first = train(tmp_path, *options, "run_id=first")
+    more = (*options, "new_phase=true", f"resume={first}", "run_id=second")
+    with before_step(3, terminate):
+        train(tmp_path, *more)
+    _, second = train(tmp_path, *more)
+    assert steps_of(second, Resumed) == [0, 3], "the second start has a checkpoint of its own"
+    assert steps_of(second, Trained) == [1, 2, 3, 4, 5]
+    before, after = of_kind(first, Evaluated)[-1], of_kind(second, Evaluated)[0]
+    assert (after.step, after.train_s, after.metrics) == (0, 0.0, before.metrics)
+    assert of_kind(second, DataChanged) == []
+    kfac = checkpoint.find(second)[0].shards[0]["kfac"]
+    assert (kfac and kfac["steps"]) == kfac_steps
+    _, third = train(tmp_path, *options, f"model.weights={first}", "run_id=third")
+    assert of_kind(third, Evaluated)[0].metrics == after.metrics
+    assert end(third).weights_sha256 != end(second).weights_sha256, "the weights alone were loaded"
+
+
 @pytest.mark.parametrize(
     ("overrides", "fragment"),
     [
@@ -230,6 +250,11 @@ def test_resume_uses_the_settings_of_the_new_run(tmp_path):
         (
             ["resume={first}", "trainer.max_steps=5"],
             "step-00000005 has 5 steps, and this run ends after step 5. Set a larger",
+        ),
+        (["new_phase=true"], "new_phase=true needs a run to start from: set resume=runs/RUN_ID"),
+        (
+            ["resume={first}", "new_phase=true", "kfac.damping=1", "kfac.damping_decay_epochs=[1]"],
+            "new_phase=true does not fit kfac.damping_decay_epochs",
         ),
     ],
 )
