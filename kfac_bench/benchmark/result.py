@@ -61,6 +61,9 @@ class Measured:
     bounds: int = 0
     """Number of seeds that have an upper bound in place of a number: a ratio to seconds that the
     other run had trained when it missed, so that the true ratio is smaller."""
+    mean: float = math.nan
+    """The mean over seeds; infinite if a seed missed. A table shows the means of two points beside
+    their mean difference."""
 
 
 @dataclass(frozen=True)
@@ -222,9 +225,10 @@ class _Values:
         bounds = sum(self._is_bound(name, point, seed) for seed in each if each[seed] is not None)
         is_mean = self._quantities[name].how == "difference" and not missed
         interval = mean_with_interval(numbers) if is_mean else median_with_interval(numbers)
+        mean = sum(numbers) / len(numbers)
         # Rounded, because equal numbers have a mean difference such as 1e-15.
-        middle, low, high = (round(number, 9) for number in interval)
-        return Measured(middle, low, high, len(numbers), missed, bounds)
+        middle, low, high, mean = (round(number, 9) for number in (*interval, mean))
+        return Measured(middle, low, high, len(numbers), missed, bounds, mean)
 
     def _is_bound(self, name: str, point: GridPoint, seed: int) -> bool:
         """Return whether the number of this seed is a ratio to seconds of a run that missed."""

@@ -32,12 +32,10 @@ class Check:
 
 @dataclass
 class Claim:
-    """A sentence that is supported if all checks hold."""
+    """A short sentence that is supported if all checks hold."""
 
     text: str = MISSING
     checks: list[Check] = field(default_factory=list)
-    name: str = ""
-    """A short name for the table of numbers; empty: the text."""
     goal: bool = False
     """True for a goal of this repository, which no paper claims."""
     not_testable: str = ""
@@ -251,6 +249,9 @@ class Benchmark:
     notes: list[str] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
     """Claims of a paper that the numbers of this table test."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """By value of an axis, its name in the tables of verdicts: what ran, in a few words. Optimizers
+    that the tuning names need none."""
     extends: str | None = None
     """Another benchmark whose values hold where this file has none. A list replaces a list."""
 

@@ -177,7 +177,7 @@ def check(benchmark: Benchmark, name: str) -> None:
             raise UsageError(f"{name}: figure: lines: the axis {drawn.x} needs whole numbers")
     published_values(benchmark)
     for claim in benchmark.claims:
-        where = f"{name}: claims: {claim.name or claim.text}"
+        where = f"{name}: claims: {claim.text}"
         if not claim.checks and not claim.not_testable:
             raise UsageError(f"{where}: needs checks:, or the reason in not_testable:")
         for each_check in claim.checks:

@@ -8,9 +8,10 @@ claim.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import count, groupby
 from types import MappingProxyType
 
 from kfac_bench.benchmark import suite
@@ -18,11 +19,9 @@ from kfac_bench.benchmark.result import Line, Measured, how_computed
 from kfac_bench.benchmark.schema import Check, Claim, Quantity
 from kfac_bench.benchmark.suite import AttemptState, BenchmarkRow
 from kfac_bench.output import counted
-from kfac_bench.report.tables import Table, Value, text
+from kfac_bench.report.tables import Table, Value, seconds, text
 
 MISSED = "missed"
-BEHIND = "The numbers behind the verdicts"
-"""The title of the table of numbers."""
 FEWEST_SEEDS = 6
 """Seeds that a median needs: the range of five holds the median with less than 95 %."""
 
@@ -48,28 +47,21 @@ class CheckState(Enum):
     NOT_RUN = "not run yet"
 
 
-_HOW_COMPUTED = {
-    "computed": "computed from the plan that the ranks execute",
-    "simulated": "simulated, not measured",
-}
-"""The words beside a number that no run measured, by the word of :func:`how_computed`."""
-
-
 @dataclass(frozen=True)
 class CheckedNumber:
-    """One row of the table of numbers, in words."""
+    """A check in words: what ran, what it is compared with, their numbers and the limit."""
 
     what_ran: str
-    number: str
     compared_with: str
+    number: str
+    other_number: str
     difference: str
     needed: str
-    state: str
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A claim with its verdict. ``reason`` says why a claim could not be tested."""
+    """A claim with its verdict. ``reason`` says why, or how many seeds decided nothing."""
 
     claim: Claim
     verdict: Verdict
@@ -78,44 +70,53 @@ class Judgement:
 
 
 def verdict_tables(rows: Sequence[BenchmarkRow]) -> list[Table]:
-    """Return the verdicts on all claims of the rows, and the numbers behind them.
+    """Return the verdicts on all claims of the rows, with the numbers behind them.
 
     Goals of this repository have a table of their own. Without claims there are no tables.
     """
     # The rows may come in the order in which they run, which is not that of the claims.
     judged = [each for row in sorted(rows, key=lambda row: row.name) for each in _judge_row(row)]
-    tables = []
+    tables: list[Table] = []
     for title, goal in (("Verdicts on the papers' claims", False), ("Our own goals", True)):
-        if shown := [each for each in judged if each.claim.goal is goal]:
-            tables.append(
-                Table(title, ["claim", "verdict"], [_verdict_row(each) for each in shown])
-            )
-    behind: list[Sequence[Value]] = [
-        [
-            "our goal: " * each.claim.goal + (each.claim.name or each.claim.text),
-            *vars(number).values(),
-        ]
-        for each in judged
-        for number in each.numbers
-    ]
-    if behind:
-        columns = ["claim", "what ran", "its number", "compared with"]
-        columns += ["difference or ratio", "needed", "verdict"]
-        tables.append(Table(BEHIND, columns, behind, [_NOTE]))
+        shown = [line for each in judged if each.claim.goal is goal for line in _lines(each)]
+        if shown:
+            columns = ["goal" if goal else "claim", *_COLUMNS]
+            # The legend is below the first table, where a reader meets its words.
+            tables.append(Table(title, columns, shown, () if tables else _NOTES))
     return tables
 
 
-_NOTE = (
-    "Over seeds, with a 95 % interval in brackets: of a difference the mean of the seeds' "
-    "differences (t interval), of every other number the median. A claim is supported "
-    "if each interval is within its limit, and not supported if one interval is outside. "
-    f"A median of fewer than {FEWEST_SEEDS} seeds decides nothing"
+_COLUMNS = ("K-FAC", "compared with", "difference (95 % interval)", "needed", "verdict")
+_NOTES = (
+    "A difference of accuracies is in points. This difference and the two accuracies are means.",
+    "All other numbers are medians over the seeds. A ratio (x) is the median of the seeds' ratios.",
+    "9 of 20 seeds: only 9 seeds reached the accuracy. A miss counts as the worst number.",
+    "computed: the number follows from the plan that the ranks execute. No run measured it.",
+    "A check holds if its whole interval is within the limit, and fails if all of it is outside.",
+    "A claim is supported if all its checks hold, and not supported if one check fails.",
+    f"A median of fewer than {FEWEST_SEEDS} seeds decides nothing.",
 )
 
 
-def _verdict_row(each: Judgement) -> list[Value]:
-    reason = f": {each.reason}" if each.reason else ""
-    return [each.claim.text, each.verdict.value + reason]
+def _lines(each: Judgement) -> list[Sequence[Value]]:
+    """Return the lines of a claim. Checks of the same two points share a line."""
+    claim = each.claim.text
+    verdict = f"{each.verdict.value}: {each.reason}" if each.reason else each.verdict.value
+    lines: list[Sequence[Value]] = []
+    for points, checks in groupby(each.numbers, lambda n: (n.what_ran, n.compared_with)):
+        numbers = [*checks]
+        own = _joined(points[0].removeprefix("K-FAC "), (number.number for number in numbers))
+        other = _joined(points[1], (number.other_number for number in numbers))
+        differences = ", ".join(filter(None, (number.difference for number in numbers)))
+        needed = ", ".join(number.needed for number in numbers)
+        lines.append([claim, own, other, differences, needed, verdict])
+        claim = verdict = ""  # the other lines of the claim continue the first
+    return lines or [[claim, "", "", "", "", verdict]]
+
+
+def _joined(point: str, numbers: Iterable[str]) -> str:
+    shown = ", ".join(filter(None, numbers))
+    return f"{point}: {shown}" if shown else point
 
 
 def _judge_row(row: BenchmarkRow) -> list[Judgement]:
@@ -123,12 +124,13 @@ def _judge_row(row: BenchmarkRow) -> list[Judgement]:
     claims = row.benchmark.claims
     if not claims:
         return []
-    labels = row.benchmark.tuning.labels if row.benchmark.tuning is not None else {}
+    tuning = row.benchmark.tuning
+    labels = row.benchmark.labels | (tuning.labels if tuning is not None else {})
     found = suite.attempts(row)
     states = [attempt.state for attempt in found]
     quantities = row.benchmark.quantities
     if row.is_part or AttemptState.NEW in states or AttemptState.STARTED in states:
-        return [without_numbers(claim, labels) for claim in claims]
+        return [without_numbers(claim, quantities, labels) for claim in claims]
     failed = [a for a in found if a.state in (AttemptState.FAILED, AttemptState.BLOCKED)]
     if failed:
         # A process may fail because data are missing, which says nothing about a claim.
@@ -136,18 +138,18 @@ def _judge_row(row: BenchmarkRow) -> list[Judgement]:
         return [Judgement(claim, Verdict.NOT_TESTABLE, reason=why) for claim in claims]
     lines = suite.results(row, found)
     seeds = len({cell.seed for cell in row.cells})
-    how = _HOW_COMPUTED[how_computed(row.benchmark)]
+    how = how_computed(row.benchmark)
     return [judge(claim, lines, quantities, seeds, how, labels) for claim in claims]
 
 
-def without_numbers(claim: Claim, labels: Mapping[str, str]) -> Judgement:
+def without_numbers(
+    claim: Claim, quantities: Mapping[str, Quantity], labels: Mapping[str, str]
+) -> Judgement:
     """Return the verdict on a claim before all runs have ended: its limits are known already."""
     if claim.not_testable:
         return Judgement(claim, Verdict.NOT_TESTABLE, reason=claim.not_testable)
-    state = CheckState.NOT_RUN.value
     numbers = [
-        CheckedNumber(_what_ran(check.at, labels), "", check.quantity, "", _limit(check), state)
-        for check in claim.checks
+        _checked(check, None, [], quantities, CheckState.NOT_RUN, labels) for check in claim.checks
     ]
     return Judgement(claim, Verdict.NOT_RUN, numbers)
 
@@ -157,7 +159,7 @@ def judge(
     lines: Sequence[Line],
     quantities: Mapping[str, Quantity],
     seeds: int,
-    how: str = _HOW_COMPUTED["computed"],
+    how: str = "computed",
     labels: Mapping[str, str] = MappingProxyType({}),
 ) -> Judgement:
     """Return the verdict on a claim whose runs have ended.
@@ -167,25 +169,32 @@ def judge(
         lines: The lines of the table.
         quantities: The quantities of the table, by name.
         seeds: Number of seeds of each cell. A part of the seeds decides nothing.
-        how: Where a number comes from that no run measured.
-        labels: Names of optimizers in the table.
+        how: The word for a number that no run measured.
+        labels: Names of the axes' values in the table.
     """
     if claim.not_testable:
-        return without_numbers(claim, labels)
+        return without_numbers(claim, quantities, labels)
     states, numbers = [], []
     for check in claim.checks:
         line = _line_at(check.quantity, check.at, lines)
         states.append(_state(check, line, seeds))
-        numbers.append(_checked(check, line, lines, quantities, states[-1], how, labels))
+        number = _checked(check, line, lines, quantities, states[-1], labels)
+        if line is not None and line.measured is None:
+            number = replace(number, difference=f"{number.difference} ({how})")
+        numbers.append(number)
+    verdict = _verdict(states)
+    reason = counted(seeds, "seed") if verdict is Verdict.NOT_DECIDED else ""
+    return Judgement(claim, verdict, numbers, reason)
+
+
+def _verdict(states: Sequence[CheckState]) -> Verdict:
     if CheckState.FAILS in states:
-        verdict = Verdict.NOT_SUPPORTED
-    elif CheckState.NO_NUMBER in states:
-        verdict = Verdict.NOT_TESTABLE
-    elif not all(state is CheckState.HOLDS for state in states):
-        verdict = Verdict.NOT_DECIDED
-    else:
-        verdict = Verdict.SUPPORTED
-    return Judgement(claim, verdict, numbers)
+        return Verdict.NOT_SUPPORTED
+    if CheckState.NO_NUMBER in states:
+        return Verdict.NOT_TESTABLE
+    if all(state is CheckState.HOLDS for state in states):
+        return Verdict.SUPPORTED
+    return Verdict.NOT_DECIDED
 
 
 def _checked(
@@ -194,23 +203,22 @@ def _checked(
     lines: Sequence[Line],
     quantities: Mapping[str, Quantity],
     state: CheckState,
-    how: str,
     labels: Mapping[str, str],
 ) -> CheckedNumber:
     quantity = quantities.get(check.quantity, Quantity())
     own = other = ""
-    if quantity.of:
-        own = f"{quantity.of}: {_number(_line_at(quantity.of, check.at, lines))}"
-        base = _number(_line_at(quantity.of, {**check.at, **quantity.against}, lines))
-        other = f"{_what_ran(quantity.against, labels)}: {base}"
-    number = _number(line, with_interval=True)
-    if line is not None and line.measured is None:
-        number += f" ({how})"
-    said = state.value
-    if state is CheckState.OPEN and line is not None and line.measured is not None:
-        said += f": {counted(line.measured.seeds, 'seed')}"
-    what_ran = _what_ran(check.at, labels)
-    return CheckedNumber(what_ran, own, other or check.quantity, number, _limit(check), said)
+    compared_with = _what_ran(quantity.against, labels) if quantity.of else check.quantity
+    if quantity.of and state is not CheckState.NOT_RUN:
+        # The two numbers beside a mean of differences are means, so that they subtract.
+        is_mean = line is not None and _is_mean(line)
+        base = {**check.at, **quantity.against}
+        own = _number(_line_at(quantity.of, check.at, lines), is_mean=is_mean)
+        other = _number(_line_at(quantity.of, base, lines), is_mean=is_mean)
+    difference = "" if state is CheckState.NOT_RUN else _difference(line, quantity.how, check)
+    needed = f"{_limit(check, quantity.how)} ({state.value})"
+    return CheckedNumber(
+        _what_ran(check.at, labels), compared_with, own, other, difference, needed
+    )
 
 
 def _line_at(quantity: str, point: Mapping[str, str], lines: Sequence[Line]) -> Line | None:
@@ -256,32 +264,65 @@ def _has_few_seeds(line: Line, measured: Measured | None) -> bool:
     if measured is None:
         return False
     # The t interval of a mean knows the number of its seeds, but one seed has no interval.
-    is_mean = line.is_difference and not measured.missed
-    return measured.seeds < (2 if is_mean else FEWEST_SEEDS)
+    return measured.seeds < (2 if _is_mean(line) else FEWEST_SEEDS)
+
+
+def _is_mean(line: Line) -> bool:
+    return line.is_difference and line.measured is not None and not line.measured.missed
 
 
 def _what_ran(point: Mapping[str, str], labels: Mapping[str, str]) -> str:
-    return "; ".join(
-        labels.get(value, value) if axis == "optimizer" else f"{axis} {value}"
+    return ", ".join(
+        labels.get(value, value if axis == "optimizer" else f"{axis} {value}")
         for axis, value in point.items()
     )
 
 
-def _number(line: Line | None, *, with_interval: bool = False) -> str:
+def _number(line: Line | None, *, is_mean: bool) -> str:
+    """Write the number of one point, and how many seeds have it if some missed."""
+    if line is None or line.ours is None:
+        return "no number"
+    measured = line.measured
+    value = line.ours if measured is None or not is_mean else measured.mean
+    shown = _with_unit(value, line.unit)
+    if measured is not None and measured.missed:
+        shown += f" ({measured.seeds - measured.missed} of {measured.seeds} seeds)"
+    return shown
+
+
+def _difference(line: Line | None, how: str, check: Check) -> str:
+    """Write the number of a check with its interval."""
     interval = _interval(line)
     if line is None or interval is None or line.ours is None:
         return "no number"
-    unit = f" {line.unit}" if line.unit and math.isfinite(line.ours) else ""
-    low, high = (_end(end) for end in interval)
-    spread = f" ({low} to {high})" if with_interval and low != high else ""
+    limit = check.at_most if check.at_least is None else check.at_least
+    unit = "x" if how == "ratio" else line.unit
+    low, high = (_digits(end, unit, limit) for end in interval)
+    spread = f" ({low} to {high})" if interval[0] != interval[1] else ""
     bound = "at most " if line.measured and line.measured.bounds else ""
-    return f"{bound}{_end(line.ours)}{unit}{spread}"
+    return f"{bound}{_with_unit(line.ours, unit, limit)}{spread}"
 
 
-def _end(value: float) -> str:
-    return MISSED if math.isinf(value) else text(value)
+def _with_unit(value: float, unit: str, limit: float | None = None) -> str:
+    # The legend of the table says that differences are in points.
+    suffix = {"": "", "x": "x", "points": ""}.get(unit, f" {unit}")
+    return _digits(value, unit, limit) + suffix * math.isfinite(value)
 
 
-def _limit(check: Check) -> str:
+def _digits(value: float, unit: str, limit: float | None = None) -> str:
+    """Write two decimals for shares, ratios and points, and three digits for all else."""
+    if math.isinf(value):
+        return MISSED
+    if unit not in ("%", "x", "points"):
+        return seconds(value)
+    # Two decimals may hide on which side of its limit a number is: 1.002 is more than 1.
+    decimals = next(n for n in count(2) if value == limit or round(value, n) != limit)
+    return f"{value:.{decimals}f}"
+
+
+def _limit(check: Check, how: str) -> str:
     limits = [("at least", check.at_least), ("at most", check.at_most)]
-    return " and ".join(f"{word} {text(value)}" for word, value in limits if value is not None)
+    unit = "x" if how == "ratio" else ""
+    return " and ".join(
+        f"{word} {text(value)}{unit}" for word, value in limits if value is not None
+    )

@@ -8,7 +8,7 @@ from kfac_bench import report
 from kfac_bench.benchmark import figure, result_tables, schema, suite
 from kfac_bench.benchmark.result import Line
 from kfac_bench.benchmark.suite import Attempt, BenchmarkRow
-from kfac_bench.benchmark.verdicts import BEHIND, verdict_tables
+from kfac_bench.benchmark.verdicts import verdict_tables
 from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import group
 from kfac_bench.report import curves
@@ -27,7 +27,7 @@ class RowReport:
     lines: Sequence[Line]
     tables: Sequence[Table]
     verdicts: Sequence[Table]
-    """The verdicts on the row's claims, and their numbers; empty: it has no claims."""
+    """The verdicts on the row's claims, with their numbers; empty: it has no claims."""
     runs: Sequence[Path]
     """The event files of the runs that trained."""
     files: Sequence[Path]
@@ -106,8 +106,8 @@ def write_all(
 
     Args:
         written: The rows that have results.
-        into_document: A document that gets the numbers behind the verdicts and a list of the rows,
-            between its two marks. The tables are pages in the folder ``results`` beside it.
+        into_document: A document that gets a list of the rows between its two marks. The tables
+            are pages in the folder ``results`` beside it.
         verdicts: The verdicts on claims, which come first. Claims that were not run have one, too.
         profile: The size of the rows.
     """
@@ -122,7 +122,7 @@ def write_all(
     tables = list(verdicts) + [each.tables[0] for each in written]
     _page(files[-1], runs, tables, f"Tables and figures of the papers, profile {stem}")
     if into_document is not None:
-        files += into(into_document, written, verdicts, profile)
+        files += into(into_document, written, profile)
     return files
 
 
@@ -155,21 +155,18 @@ def _short(each: RowReport, title: str) -> str:
     return "\n".join([head, *(table.markdown() for table in tables)])
 
 
-def begin_mark(profile: str) -> str:
-    """Return the line of a document after which the results of a profile stand."""
+def begin_mark(profile: str, option: str = "--into") -> str:
+    """Return the line of a document after which the text of an option and a profile stands."""
     word = f" --profile {profile}" if profile else ""
-    return f"<!-- made by kfac-bench report all{word} --into -->"
+    return f"<!-- made by kfac-bench report all{word} {option} -->"
 
 
-def into(
-    document: Path, written: Sequence[RowReport], verdicts: Sequence[Table], profile: str
-) -> list[Path]:
+def into(document: Path, written: Sequence[RowReport], profile: str) -> list[Path]:
     """List the rows between the document's two marks, and write a page of tables for each row.
 
     Args:
         document: A Markdown file with the lines of :func:`begin_mark` and :data:`END`.
         written: The rows. Their pages are ``results/PROFILE/ROW.md`` beside the document.
-        verdicts: The tables of verdicts. Their numbers come before the list.
         profile: The size of the rows.
 
     Returns:
@@ -190,8 +187,21 @@ def into(
         write_text(document.parent / page, _short(each, title), make_folder=True)
         pages.append(document.parent / page)
         rows.append([Link(name, page.as_posix()), each.row.benchmark.title])
-    tables = [table for table in verdicts if table.title == BEHIND]
-    tables += [Table("Pages of tables", ["page", "table or figure"], rows)] if rows else []
-    text = "\n".join(table.markdown() for table in tables)
-    write_text(document, f"{before}{begin_line}\n\n{text}\n{END}{after}")
+    table = Table("Pages of tables", ["page", "table or figure"], rows).markdown() if rows else ""
+    write_text(document, f"{before}{begin_line}\n\n{table}\n{END}{after}")
     return [*pages, document]
+
+
+def verdicts_into(document: Path, verdicts: Sequence[Table], profile: str) -> None:
+    """Write the tables of verdicts between the document's two marks.
+
+    Raises:
+        UsageError: There are no verdicts, the document cannot be read, or it lacks a mark.
+    """
+    option = "--verdicts-into"
+    if not verdicts:
+        raise UsageError(f"{option} {document}: no row has claims. Name a row with claims")
+    begin_line = begin_mark(profile, option)
+    before, after = around_marks(document, begin_line, END, option)
+    text = "\n".join(table.markdown() for table in verdicts)
+    write_text(document, f"{before}{begin_line}\n\n{text}\n{END}{after}")

@@ -92,6 +92,11 @@ def add_report(commands: argparse._SubParsersAction[Parser]) -> None:
         help="Markdown document that lists the rows, between its two marks; the tables of each row "
         "are a page in the folder results beside the document",
     )
+    command.add_argument(
+        "--verdicts-into",
+        type=Path,
+        help="Markdown document that gets the tables of verdicts, between its two marks",
+    )
     command.set_defaults(run_command=_report)
 
 
@@ -263,17 +268,23 @@ def _say_what_next(
 
 def _report(options: argparse.Namespace) -> int:
     rows = _rows(options, options.only)
-    if len(rows) > 1:
-        _report_all(rows, options.into)
-        return 0
-    written = _report_row(rows[0])
-    if options.into:
-        from kfac_bench.benchmark import write_reports
+    from kfac_bench.benchmark import write_reports
 
-        if written is None:
-            raise UsageError(f"--into {options.into}: {rows[0].name} has no table of quantities")
-        for file in write_reports.into(options.into, [written], written.verdicts, rows[0].profile):
-            say(f"into: {file}")
+    profile = rows[0].profile
+    if len(rows) > 1:
+        verdicts = _report_all(rows, options.into)
+    else:
+        written = _report_row(rows[0])
+        verdicts = [] if written is None else written.verdicts
+        if options.into:
+            if written is None:
+                name = rows[0].name
+                raise UsageError(f"--into {options.into}: {name} has no table of quantities")
+            for file in write_reports.into(options.into, [written], profile):
+                say(f"into: {file}")
+    if options.verdicts_into:
+        write_reports.verdicts_into(options.verdicts_into, verdicts, profile)
+        say(f"verdicts: {options.verdicts_into}")
     return 0
 
 
@@ -301,7 +312,8 @@ def _report_row(row: BenchmarkRow, *, brief: bool = False) -> RowReport | None:
     return written
 
 
-def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
+def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> Sequence[Table]:
+    """Write the reports of all rows, print the verdicts, and return their tables."""
     from kfac_bench.benchmark import write_reports
     from kfac_bench.benchmark.verdicts import verdict_tables
 
@@ -316,6 +328,7 @@ def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
         say(table.markdown())
     for file in write_reports.write_all(written, into, verdicts, rows[0].profile):
         say(f"all: {file}")
+    return verdicts
 
 
 def _compare(row: BenchmarkRow) -> None:

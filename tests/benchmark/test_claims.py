@@ -13,6 +13,8 @@ from kfac_bench.config.options import options
 from tests.support import ROOT
 from tests.support.quick import quick_if
 
+VERDICTS = (ROOT / "docs" / "reference" / "benchmarks.md").read_text()
+
 
 @pytest.mark.parametrize("name", suite.CLAIMS)
 def test_claims_name_quantities_and_points_of_their_table(name):
@@ -28,9 +30,9 @@ def test_claims_name_quantities_and_points_of_their_table(name):
         for check in claim.checks:
             assert {*check.at} == {*axes}
             assert (check.at_most is None) != (check.at_least is None)
-    text = (compose.CONF_DIR.parent / "docs/lab/papers.md").read_text()
-    assert all(f"{claim.name} |" in text for claim in row.claims if claim.checks), (
-        "report all --profile cpu --into docs/lab/papers.md"
+    assert row.labels.keys() <= {value for values in axes.values() for value in values}
+    assert all(f"| {claim.text} |" in VERDICTS for claim in row.claims), (
+        "report all --profile cpu --verdicts-into docs/reference/benchmarks.md"
     )
 
 
@@ -44,13 +46,13 @@ def test_each_number_of_a_page_follows_from_the_kept_runs(name, tmp_path, monkey
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place).write_text((ROOT / "docs" / "lab" / place).read_text())
     written = write_reports.write(row)
-    write_reports.into(tmp_path / "papers.md", [written], written.verdicts, "cpu")
+    write_reports.into(tmp_path / "papers.md", [written], "cpu")
     page = Path(f"results/cpu/{name}.md")
     assert (tmp_path / page).read_text() == (ROOT / "docs" / "lab" / page).read_text()
-    # The document has the numbers of all rows in one table.
-    shown = (ROOT / "docs" / "lab" / "papers.md").read_text()
-    for line in written.verdicts[-1].markdown().splitlines():
-        assert not line.startswith("| ") or line in shown, line
+    # The page has the verdicts of all rows in two tables.
+    for table in written.verdicts:
+        for line in table.markdown().splitlines():
+            assert line in VERDICTS
 
 
 @pytest.mark.parametrize("name", quick_if("classic_autoencoder".__eq__, suite.CLAIMS))

@@ -194,7 +194,7 @@ def test_a_published_value_that_is_no_number_is_refused(value):
 def test_lines_have_medians_intervals_and_misses(row):
     lines = results(row)
     sgd = lines["accuracy", "SGD", "64"]
-    assert sgd.measured == Measured(75.0, 70.0, 80.0, 3, 0)
+    assert sgd.measured == Measured(75.0, 70.0, 80.0, 3, 0, mean=75.0)
     assert (sgd.published, sgd.source) == (80.0, "Table 9")
     assert result_tables.ratio(sgd) == pytest.approx(75 / 80)
     kfac = lines["accuracy", "K-FAC", "64"]
@@ -230,7 +230,8 @@ def test_a_ratio_to_a_missed_target_is_an_upper_bound(row):
     lines = results(replace(row, benchmark=replace(ROW, quantities=quantities)))
     ratio = lines["ratio", "SGD", "64"]
     # Twice 4.0 s beside 4.0 s, twice 5.0 s beside a miss after 9.0 s, and a process that failed.
-    assert ratio.measured == Measured(round((2 + 10 / 9) / 2, 9), round(10 / 9, 9), 2.0, 2, 0, 1)
+    middle = round((2 + 10 / 9) / 2, 9)
+    assert ratio.measured == Measured(middle, round(10 / 9, 9), 2.0, 2, 0, 1, mean=middle)
     shown = result_tables.compared(ROW, [ratio], [])
     assert "at most 1.556" in shown.rows[0]
 
@@ -357,7 +358,7 @@ def test_times_of_phases_are_those_up_to_the_checkpoint(tmp_path, monkeypatch):
     got = by_steps(found)
     # Seed 1 has no phases, so only seed 0 counts.
     assert got["phase 2", "20"].measured == Measured(
-        *[pytest.approx(100 * (1 - 40 / 60))] * 3, 1, 0
+        *[pytest.approx(100 * (1 - 40 / 60))] * 3, 1, 0, mean=pytest.approx(100 * (1 - 40 / 60))
     )
     assert got["phase 2", "15"].measured.value == pytest.approx(100 * (1 - 30 / 60))
     assert got["both", "20"].measured.value == pytest.approx(100 * (1 - 80 / 100))

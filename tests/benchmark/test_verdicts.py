@@ -1,6 +1,7 @@
 """Verdicts on claims: from constructed lines, and from a row with constructed runs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from kfac_bench.benchmark import run_end, schema, suite, verdicts, write_reports
 from kfac_bench.benchmark.result import Line, Measured
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Check, Claim, Quantity
 from kfac_bench.benchmark.verdicts import Verdict
+from kfac_bench.errors import UsageError
 from tests.benchmark.test_results import write
 
 AT = {"optimizer": "K-FAC"}
@@ -70,7 +72,7 @@ def test_a_median_of_few_seeds_decides_nothing_but_a_mean_does(value):
     few = measured(FASTER, value, value, value, seeds=5)
     judged = judge(Claim("Faster.", [FASTER]), [few], 5)
     assert judged.verdict is Verdict.NOT_DECIDED
-    assert judged.numbers[0].state == "open: 5 seeds"
+    assert judged.reason == "5 seeds"
     mean = measured(AS_GOOD, 0.1, -0.2, 0.4, seeds=3)
     assert judge(Claim("As good.", [AS_GOOD]), [mean], 3).verdict is Verdict.SUPPORTED
     missed = measured(AS_GOOD, -math.inf, -math.inf, -math.inf, seeds=3, missed=3)
@@ -91,28 +93,67 @@ def test_both_numbers_stand_beside_their_difference():
     (number,) = judge(Claim("Faster.", [FASTER]), lines).numbers
     assert list(vars(number).values()) == [
         "K-FAC",
-        "seconds: 33 s",
-        "SGD: 58 s",
-        "0.57 (0.41 to missed)",
-        "at most 0.6",
-        "open: 6 seeds",
+        "SGD",
+        "33.0 s",
+        "58.0 s",
+        "0.57x (0.41 to missed)",
+        "at most 0.6x (open)",
     ]
     bound = judge(Claim("Faster.", [FASTER]), [measured(FASTER, 0.8, 0.7, 0.9, bounds=1)])
-    assert bound.numbers[0].difference == "at most 0.8 (0.7 to 0.9)"
-    assert bound.numbers[0].state == "open: only an upper bound is known"
+    assert bound.numbers[0].difference == "at most 0.80x (0.70 to 0.90)"
+    assert bound.numbers[0].needed == "at most 0.6x (open: only an upper bound is known)"
+    near = judge(Claim("Faster.", [FASTER]), [measured(FASTER, 0.57, 0.5, 0.602)])
+    assert near.numbers[0].difference == "0.57x (0.50 to 0.602)", "0.60 would be within the limit"
     exact = Line(AT, "bytes", "kB", computed=12.0)
     said = judge(Claim("Small.", [Check("bytes", AT, at_most=10)]), [exact])
     assert said.verdict is Verdict.NOT_SUPPORTED
-    expected = "12 kB (computed from the plan that the ranks execute)"
-    assert (said.numbers[0].difference, said.numbers[0].state) == (expected, "fails")
+    assert said.numbers[0].difference == "12.0 kB (computed)"
+    assert said.numbers[0].needed == "at most 10 (fails)"
+
+
+def test_means_stand_beside_a_mean_difference_and_medians_if_a_seed_missed():
+    own, other = (
+        Line(point, "accuracy", "%", Measured(median, 0, 100, 6, 0, mean=mean))
+        for point, median, mean in ((AT, 78.92, 78.3), (AGAINST, 82.14, 82.1))
+    )
+
+    def numbers(difference):
+        (number,) = judge(Claim("As good.", [AS_GOOD]), [own, other, difference]).numbers
+        return number.number, number.other_number
+
+    assert numbers(GOOD) == ("78.30 %", "82.10 %")
+    assert numbers(measured(AS_GOOD, 0, -math.inf, 1, missed=1)) == ("78.92 %", "82.14 %")
+
+
+def test_checks_of_the_same_points_share_a_line_and_a_claim_is_named_once():
+    lines = [
+        Line(AT, "seconds", "s", Measured(33.0, 32.0, 34.0, 6, 0)),
+        Line(AGAINST, "seconds", "s", Measured(58.0, 57.0, 59.0, 6, 0)),
+        Line(AT, "accuracy", "%", Measured(88.0, 87.0, 89.0, 6, 0, mean=88.1)),
+        Line(AGAINST, "accuracy", "%", Measured(88.0, 87.0, 89.0, 6, 0, mean=88.0)),
+        replace(GOOD, unit="points"),
+        measured(FASTER, 0.57, 0.41, 0.7),
+        Line(AT, "bytes", "kB", computed=7.0),
+    ]
+    checks = [AS_GOOD, FASTER, Check("bytes", AT, at_most=10)]
+    first, second = verdicts._lines(judge(Claim("Better.", checks), lines))
+    assert first == [
+        "Better.",
+        "K-FAC: 88.10 %, 33.0 s",
+        "SGD: 88.00 %, 58.0 s",
+        "0.10 (-0.20 to 0.40), 0.57x (0.41 to 0.70)",
+        "at least -0.5 (holds), at most 0.6x (open)",
+        "not decided: 6 seeds",
+    ]
+    assert second == ["", "K-FAC", "bytes", "7.00 kB (computed)", "at most 10 (holds)", ""]
 
 
 def test_a_claim_that_cannot_be_tested_or_has_not_run_says_so():
     never = judge(Claim("Scales.", not_testable="two ranks"), [])
     assert (never.verdict, never.reason) == (Verdict.NOT_TESTABLE, "two ranks")
-    early = verdicts.without_numbers(Claim("Faster.", [FASTER]), {})
+    early = verdicts.without_numbers(Claim("Faster.", [FASTER]), QUANTITIES, {})
     assert early.verdict is Verdict.NOT_RUN
-    assert (early.numbers[0].needed, early.numbers[0].state) == ("at most 0.6", "not run yet")
+    assert early.numbers[0].needed == "at most 0.6x (not run yet)"
 
 
 ROW = Benchmark(
@@ -127,14 +168,14 @@ ROW = Benchmark(
         "seconds over SGD's": Quantity(of="seconds", against={"optimizer": "SGD"}, how="ratio"),
     },
     claims=[
-        Claim("K-FAC is faster.", [FASTER], name="faster"),
+        Claim("K-FAC is faster.", [FASTER]),
         Claim("It scales.", not_testable="one rank", goal=True),
     ],
 )
 
 
 def said(row):
-    return [line[1] for table in verdicts.verdict_tables([row])[:2] for line in table.rows]
+    return [line[-1] for table in verdicts.verdict_tables([row]) for line in table.rows]
 
 
 def test_verdicts_of_runs_whose_level_is_that_of_another_run(tmp_path, monkeypatch):
@@ -142,29 +183,36 @@ def test_verdicts_of_runs_whose_level_is_that_of_another_run(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     row = suite.row("made_up", "cpu", runs_dir=str(tmp_path / "runs"))
     document = tmp_path / "doc.md"
-    document.write_text(f"{write_reports.begin_mark('cpu')}\n{write_reports.END}\n")
+    begin = write_reports.begin_mark("cpu", "--verdicts-into")
+    document.write_text(f"before\n{begin}\nold\n{write_reports.END}\nafter\n")
     assert said(row) == ["not run yet", "not testable here: one rank"]
-    write_reports.write_all([], document, verdicts.verdict_tables([row]), "cpu")
+    write_reports.write_all([], None, verdicts.verdict_tables([row]), "cpu")
     every = tmp_path / "runs/all/cpu.md"
-    assert "| K-FAC is faster. | not run yet |" in every.read_text()
+    first = "| K-FAC is faster. | K-FAC | SGD |  | at most 0.6x (not run yet) | not run yet |"
+    assert first in every.read_text()
     cells = {(c.point["optimizer"], c.seed): c.path() for c in row.cells}
     for seed in range(6):
         # SGD is at 0.5 after 9 s, its final metric, and so K-FAC's 0.5 after 4 s is enough.
         write(cells["SGD", seed], 0.5)
         write(cells["K-FAC", seed], 0.6, reached_s=4.0 + seed / 10)
         assert said(row)[0] == ("supported" if seed == 5 else "not run yet")
-    write_reports.write_all(
-        [write_reports.write(row)], document, verdicts.verdict_tables([row]), "cpu"
-    )
-    assert "| K-FAC is faster. | supported |" in every.read_text()
-    assert "K-FAC is faster." not in document.read_text()
-    assert "| faster | K-FAC | seconds: 4.25 | SGD: 9 | 0.4722 (" in document.read_text()
+    written = write_reports.write(row)
+    write_reports.write_all([written], None, written.verdicts, "cpu")
+    write_reports.verdicts_into(document, written.verdicts, "cpu")
+    line = "| K-FAC: 4.25 | SGD: 9.00 | 0.47x (0.44 to 0.50) | at most 0.6x (holds) | supported |"
+    for text in (every.read_text(), document.read_text()):
+        assert f"| K-FAC is faster. {line}" in text
+        assert "| It scales. |  |  |  |  | not testable here: one rank |" in text
+    assert document.read_text().startswith(f"before\n{begin}\n\n**Verdicts on")
+    assert document.read_text().endswith(f"\n{write_reports.END}\nafter\n")
+    with pytest.raises(UsageError, match="no row has claims"):
+        write_reports.verdicts_into(document, [], "cpu")
     for part in ({"seeds": [0]}, {"only": "K-FAC"}):
         # One seed has an interval without a width, and a part of the cells lacks numbers.
         some = suite.row("made_up", "cpu", runs_dir=str(tmp_path / "runs"), **part)
         assert said(some)[0] == "not run yet", part
     write(cells["SGD", 5], 0.7)  # a level that K-FAC does not reach
-    assert said(row)[0] == "not decided"
+    assert said(row)[0] == "not decided: 6 seeds"
     (cells["SGD", 5] / "events.jsonl").unlink()
     run_end.record_failure(cells["SGD", 5], "x", "out of memory")
     failed = "not testable here: 1 cell failed, the first: out of memory. Use --retry"
