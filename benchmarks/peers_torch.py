@@ -58,7 +58,7 @@ def muon(model: nn.Module, settings: Settings) -> Sequence[Optimizer]:
     """Build torch's Muon for hidden weights, and AdamW for biases and the last weight.
 
     Muon's authors recommend this division. torch orthogonalizes in bfloat16, in which a step takes
-    40 times as long where the processor has no instructions for it. There float32 is used.
+    many times as long where the processor has no instructions for it. There float32 is used.
     """
     if not linalg.has_fast_bfloat16(torch.device("cpu")):
         torch.optim._muon._zeropower_via_newtonschulz = _orthogonalize_float32

@@ -216,9 +216,7 @@ def _checked(
         other = _number(_line_at(quantity.of, base, lines), is_mean=is_mean)
     difference = "" if state is CheckState.NOT_RUN else _difference(line, quantity.how, check)
     needed = f"{_limit(check, quantity.how)} ({state.value})"
-    return CheckedNumber(
-        _what_ran(check.at, labels), compared_with, own, other, difference, needed
-    )
+    return CheckedNumber(_what_ran(check.at, labels), compared_with, own, other, difference, needed)
 
 
 def _line_at(quantity: str, point: Mapping[str, str], lines: Sequence[Line]) -> Line | None:

@@ -77,7 +77,10 @@ def build_parser() -> Parser:
         "--vocab-file", type=Path, help="vocab.txt to use; by default a new vocabulary is trained"
     )
     text.add_argument(
-        "--vocab-size", type=int, default=_OF_TEXT["vocab_size"], help="tokens of a new vocabulary (default: 30522)"
+        "--vocab-size",
+        type=int,
+        default=_OF_TEXT["vocab_size"],
+        help="tokens of a new vocabulary (default: 30522)",
     )
     text.add_argument(
         "--sequence-length",
