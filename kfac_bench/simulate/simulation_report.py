@@ -54,7 +54,7 @@ def accuracy(cells: Sequence[SimulatedCell], machine: Hardware) -> list[str]:
     if machine.errors is None:
         lines.append(
             f"not validated: no time of {machine.name} was compared. The errors are those of "
-            f"{NEAREST}'s published times, simulated with the same code"
+            f"{NEAREST}'s published times of the paper's code, simulated as the code above"
         )
     elif labels:
         lines.append(f"not validated: {labels}. The errors are those of the validated strategies")
@@ -65,7 +65,8 @@ def conclusions(
     cells: Sequence[SimulatedCell], machine: Hardware, training: Training | None
 ) -> list[str]:
     """Return the lines below the table: what its numbers show, and what they do not show."""
-    errors, lines = machine.nearest_errors, list[str]()
+    errors = machine.nearest_errors
+    lines: list[str] = []
     kfac = [c for c in cells if c.variant.strategy != SGD]
     if len({c.variant for c in kfac}) > 1:
         lines.append("fastest K-FAC, within the error:")
