@@ -84,11 +84,12 @@ def simulate_parser() -> Parser:
         (
             "epoch-s",
             "",
-            "seconds of an epoch beside its steps, in place of those of the hardware file",
+            "seconds of an epoch beside its steps, in place of those of the hardware file; with "
+            "--examples",
         ),
         ("examples", "", "examples of an epoch (for data=imagefolder: those of ImageNet)"),
-        ("epochs", "90", "epochs to solution without K-FAC"),
-        ("kfac-epochs", "55", "epochs to solution with K-FAC"),
+        ("epochs", "", "epochs to solution without K-FAC, with --examples (default: 90)"),
+        ("kfac-epochs", "", "epochs to solution with K-FAC, with --examples (default: 55)"),
         ("out", "", "write every number to this JSON file; - prints them"),
         ("svg", "", "draw the figure into this file"),
     ):

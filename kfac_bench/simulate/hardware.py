@@ -135,12 +135,27 @@ def interpolate(seconds: Mapping[int, float], n: int) -> float:
     return seconds[low] * math.pow(n / low, slope)
 
 
-KEYS = ("network", "rates", "overlap", "crowding", "epoch_s", "precision", "conduct", "ratio_error")
+KEYS = ("network", "rates", "overlap", "crowding", "epoch_s", "precision", "conduct", "errors")
 
-NEAREST, NEAREST_ERROR = "longhorn_v100", 0.131
-"""The validated machine, and its :attr:`Hardware.ratio_error`, which others without one borrow."""
-NEAREST_TIME_ERROR = 0.121
-"""The mean error of a time of training on that machine."""
+
+@dataclass(frozen=True, slots=True)
+class PredictionErrors:
+    """The mean relative errors of a simulation, where it was compared with real times."""
+
+    time: float
+    """Of a time. A rate or an efficiency is a quotient of times, and is assumed to be as wrong."""
+    ratio: float
+    """Of the time of K-FAC divided by the time of SGD."""
+
+
+NEAREST = "longhorn_v100"
+"""The machine whose published times :data:`NEAREST_ERRORS` were compared with."""
+NEAREST_ERRORS: Mapping[str, PredictionErrors] = {
+    **dict.fromkeys(CONDUCTS, PredictionErrors(time=0.121, ratio=0.131)),
+    "ours": PredictionErrors(time=0.167, ratio=0.999),
+}
+"""The errors of that comparison by conduct (docs/lab/simulation_folds.md), which machines without
+errors of their own borrow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +177,13 @@ class Hardware:
     """The ``trainer.precision`` of the rates."""
     conduct: str = "ours"
     """The implementation whose use of the machine the rates describe, one of :data:`.CONDUCTS`."""
-    ratio_error: float | None = None
-    """Mean relative error of K-FAC's time over SGD's, where it was compared; None: nowhere."""
+    errors: PredictionErrors | None = None
+    """The errors where this machine was compared with real times; None: nowhere."""
+
+    @property
+    def nearest_errors(self) -> PredictionErrors:
+        """The errors of this machine, or those of the nearest comparison."""
+        return self.errors or NEAREST_ERRORS[self.conduct]
 
     def check_precision(self, precision: str) -> None:
         """Raise :class:`UsageError` if the rates are those of another precision."""
@@ -226,17 +246,17 @@ def parse(content: Any, name: str, where: str) -> Hardware:
     precision, conduct = str(top.get("precision", "fp32")), top.get("conduct", "ours")
     if conduct not in CONDUCTS:
         raise UsageError(f"{where}: conduct={conduct!r}: choose one of {', '.join(CONDUCTS)}")
-    error = top.get("ratio_error")
-    error = None if error is None else _number(error, f"{where}: ratio_error")
-    return Hardware(name, network, rates, overlap, crowding, epoch_s, precision, conduct, error)
+    errors = None
+    if "errors" in top:
+        place = f"{where}: errors"
+        errors = PredictionErrors(**_numbers(top["errors"], PredictionErrors, place))
+    return Hardware(name, network, rates, overlap, crowding, epoch_s, precision, conduct, errors)
 
 
 def _network(content: Any, where: str) -> Network:
     values = dict(_fields(content, Network, f"{where}: network"))
     for key in ("intra", "inter"):
-        place = f"{where}: network.{key}"
-        link = _fields(values[key], NetworkLink, place)
-        values[key] = NetworkLink(**{k: _number(v, f"{place}.{k}") for k, v in link.items()})
+        values[key] = NetworkLink(**_numbers(values[key], NetworkLink, f"{where}: network.{key}"))
     if values.get("algorithm", "best") not in ALGORITHMS:
         raise UsageError(f"{where}: network.algorithm: choose one of {', '.join(ALGORITHMS)}")
     each = values["ranks_per_node"]
@@ -291,6 +311,12 @@ def _fields(content: Any, kind: type, where: str) -> Mapping[str, Any]:
         if each.default is MISSING and key not in mapping:
             raise UsageError(f"{where}: {key} is missing")
     return mapping
+
+
+def _numbers(content: Any, kind: type, where: str) -> dict[str, float]:
+    """Return the values of a dataclass whose fields are all numbers above 0."""
+    values = _fields(content, kind, where)
+    return {key: _number(value, f"{where}.{key}") for key, value in values.items()}
 
 
 def _number(value: Any, where: str, *, allow_zero: bool = False) -> float:

@@ -13,7 +13,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, simulation_figure, simulation_report, workload
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.simulation_report import Training
-from kfac_bench.simulate.sweep import SGD, Intervals, SimulatedCell, Variant, sweep, variant
+from kfac_bench.simulate.sweep import SGD, Intervals, Variant, sweep, variant
 from kfac_bench.whole_files import write_text
 
 _STRATEGIES = {"sc20": "sgd,layer_wise,comm_opt"}
@@ -66,23 +66,23 @@ def simulate(options: argparse.Namespace) -> list[str]:
         request.config.kfac.method,
         itemsize=workload.state_bytes(request.config),
     )
-    content = simulation_report.as_dict(work, machine.name, cells, request.training)
+    content = simulation_report.as_dict(work, machine, cells, request.training)
     text = simulation_report.to_json(content)
     if options.svg:
         examples = None if request.training is None else request.training.examples
         title = f"{work.name} on {machine.name}{_blocks(request)}"
-        drawn = simulation_figure.svg(cells, title, examples)
+        drawn = simulation_figure.svg(cells, title, machine.nearest_errors, examples)
         write_text(Path(options.svg), drawn, f"--svg {options.svg}", make_folder=True)
     if options.out == "-":
         return [text.rstrip("\n")]
     if options.out:
         write_text(Path(options.out), text, f"--out {options.out}", make_folder=True)
-    table = simulation_report.table(cells, request.training)
     return [
         *_heading(request),
-        *table,
-        *_best(cells),
-        *simulation_report.validity(cells, request.training),
+        *simulation_report.accuracy(cells, machine),
+        "",
+        *simulation_report.table(cells, request.training, machine.nearest_errors),
+        *simulation_report.conclusions(cells, machine, request.training),
     ]
 
 
@@ -102,20 +102,7 @@ def _heading(request: SimulationRequest) -> list[str]:
         f"{config.trainer.batch_size} examples per rank, {config.trainer.precision}, "
         f"hardware {request.machine.name}, code of {_CODE[request.machine.conduct]}",
         each,
-        "",
     ]
-
-
-def _best(cells: Sequence[SimulatedCell]) -> list[str]:
-    """Return a line with the fastest variant on each world size."""
-    kfac = [c for c in cells if c.variant.strategy != SGD]
-    if len({c.variant for c in kfac}) < 2:
-        return []
-    fastest = {}
-    for cell in sorted(kfac, key=lambda c: -c.step_s):
-        fastest[cell.world_size] = cell.variant.label
-    ranks = sorted(fastest)
-    return ["", "fastest K-FAC: " + ", ".join(f"{n}: {fastest[n]}" for n in ranks)]
 
 
 def _request(options: argparse.Namespace) -> SimulationRequest:
@@ -208,12 +195,18 @@ def _machine(options: argparse.Namespace) -> Hardware:
 
 
 def _training(options: argparse.Namespace, config: TrainConfig) -> Training | None:
-    epochs = real_number("--epochs", options.epochs)
-    kfac_epochs = real_number("--kfac-epochs", options.kfac_epochs)
+    epochs = real_number("--epochs", options.epochs or "90")
+    kfac_epochs = real_number("--kfac-epochs", options.kfac_epochs or "55")
     examples = options.examples
     if not examples and config.data.name == "imagefolder":
         examples = str(workload.IMAGENET_EXAMPLES)
     if not examples:
+        for name in ("epochs", "kfac-epochs", "epoch-s"):
+            if value := getattr(options, name.replace("-", "_")):
+                raise UsageError(
+                    f"--{name} {value}: the number of examples of "
+                    f"data={config.data.name} is not known. Add --examples N, or remove --{name}"
+                )
         return None
     return Training(whole_number("--examples", examples), epochs, kfac_epochs)
 

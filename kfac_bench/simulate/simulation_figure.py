@@ -21,7 +21,15 @@ from kfac_bench.report.figure_style import (
     use_log_heights,
     use_powers_of_two,
 )
-from kfac_bench.simulate.sweep import SGD, SimulatedCell, Variant, efficiency
+from kfac_bench.simulate.hardware import PredictionErrors
+from kfac_bench.simulate.sweep import (
+    SGD,
+    SimulatedCell,
+    Variant,
+    efficiency,
+    fastest,
+    hidden_ranks,
+)
 
 
 def fractions(cells: Sequence[SimulatedCell]) -> list[SimulatedCell]:
@@ -38,13 +46,19 @@ def ranks_of(cells: Sequence[SimulatedCell]) -> list[int]:
     return sorted({cell.world_size for cell in cells})
 
 
-def step_finding(cells: Sequence[SimulatedCell]) -> str:
-    """Return a text: the fastest K-FAC step at the most ranks, beside SGD; "" without K-FAC."""
+def step_finding(cells: Sequence[SimulatedCell], error: float) -> str:
+    """Return a text: the fastest K-FAC step at the most ranks, beside SGD; "" without K-FAC.
+
+    Args:
+        cells: The cells.
+        error: The relative error within which steps count as equal.
+    """
     kfac, sgd = _on_most_ranks(cells)
     if not kfac:
         return ""
-    best = min(kfac, key=lambda cell: cell.step_s)
+    best, *others = fastest(kfac, error)
     words = f"At {_ranks(best.world_size)} {best.variant.label} is the fastest K-FAC strategy"
+    words += f" ({len(others)} more within the error)" if others else ""
     words += f": {1e3 * best.step_s:.3g} ms per step"
     bound = "at least " if sgd_is_bound(cells) else ""
     return words + "".join(f", SGD {bound}{1e3 * cell.step_s:.3g} ms" for cell in sgd)
@@ -65,12 +79,9 @@ def efficiency_finding(cells: Sequence[SimulatedCell], examples: int | None) -> 
 
 
 def sgd_is_bound(cells: Sequence[SimulatedCell]) -> bool:
-    """Return whether backward hides SGD's whole exchange on all ranks.
-
-    A simulation has no slow ranks and no congestion, so real SGD is then slower.
-    """
-    several = [c for c in cells if c.variant.strategy == SGD and c.world_size > 1]
-    return bool(several) and not any(cell.time.gradients_s for cell in several)
+    """Return whether backward hides SGD's whole exchange on each number of ranks above 1."""
+    several = {c.world_size for c in cells if c.variant.strategy == SGD and c.world_size > 1}
+    return bool(several) and several == {*hidden_ranks(cells)}
 
 
 def fraction_finding(cells: Sequence[SimulatedCell]) -> str:
@@ -119,7 +130,12 @@ _ALIKE = 0.05
 lie on one another could not be told apart."""
 
 
-def svg(cells: Sequence[SimulatedCell], title: str, examples: int | None = None) -> str:
+def svg(
+    cells: Sequence[SimulatedCell],
+    title: str,
+    errors: PredictionErrors,
+    examples: int | None = None,
+) -> str:
     """Draw the figure; equal cells give equal bytes. An epoch has ``examples``, if known.
 
     The first strategy with three fractions or more gets a third panel, which compares its
@@ -135,7 +151,8 @@ def svg(cells: Sequence[SimulatedCell], title: str, examples: int | None = None)
         steps.set_ylabel("milliseconds per step")
         use_log_heights(steps)
         alike = _by_ranks(steps, whole, lambda cell: 1e3 * cell.step_s, "lower bound")
-        _title(steps, step_finding(whole), f"{title}, simulated{alike}")
+        subject = f"{title}, simulated, error {100 * errors.time:.1f} %{alike}"
+        _title(steps, step_finding(whole, errors.ratio), subject)
         shares.set_ylabel("speed per rank (%)")
         shares.set_ylim(0, 105)
         alike = _by_ranks(

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_bench.simulate.hardware import NEAREST, NEAREST_ERROR, NEAREST_TIME_ERROR
+from kfac_bench.simulate.hardware import NEAREST, Hardware, PredictionErrors
 from kfac_bench.simulate.step import Workload
-from kfac_bench.simulate.sweep import SGD, SimulatedCell, efficiency
+from kfac_bench.simulate.sweep import SGD, SimulatedCell, efficiency, fastest, hidden_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,10 @@ class Training:
 
 
 def saved(
-    cells: Sequence[SimulatedCell], cell: SimulatedCell, training: Training | None
+    cells: Sequence[SimulatedCell],
+    cell: SimulatedCell,
+    training: Training | None,
+    errors: PredictionErrors,
 ) -> tuple[float, float] | None:
     """Return the share of SGD's time to solution that K-FAC saves, and the error of this share.
 
@@ -37,35 +40,57 @@ def saved(
     if training is None or not sgd or cell in sgd:
         return None
     ratio = training.solution_s(cell) / training.solution_s(sgd[0])
-    error = NEAREST_ERROR if cell.ratio_error is None else cell.ratio_error
-    return 1 - ratio, error * ratio
+    return 1 - ratio, errors.ratio * ratio
 
 
-def validity(cells: Sequence[SimulatedCell], training: Training | None) -> list[str]:
-    """Return the lines that say which cells were validated, and how wrong the simulation was."""
-    lines = []
+def accuracy(cells: Sequence[SimulatedCell], machine: Hardware) -> list[str]:
+    """Return the lines that say how wrong each column may be, and what was never validated."""
+    errors = machine.nearest_errors
+    lines = [
+        f"mean error: ±{100 * errors.time:.1f} % of each time, examples/s and efficiency, "
+        f"±{100 * errors.ratio:.1f} % of K-FAC's time over SGD's"
+    ]
+    labels = ", ".join(dict.fromkeys(c.variant.label for c in cells if not c.is_validated))
+    if machine.errors is None:
+        lines.append(
+            f"not validated: no time of {machine.name} was compared. The errors are those of "
+            f"{NEAREST}'s published times of the paper's code, simulated as the code above"
+        )
+    elif labels:
+        lines.append(f"not validated: {labels}. The errors are those of the validated strategies")
+    return lines
+
+
+def conclusions(
+    cells: Sequence[SimulatedCell], machine: Hardware, training: Training | None
+) -> list[str]:
+    """Return the lines below the table: what its numbers show, and what they do not show."""
+    errors = machine.nearest_errors
+    lines: list[str] = []
     kfac = [c for c in cells if c.variant.strategy != SGD]
-    for error in dict.fromkeys(c.ratio_error for c in kfac):
-        group = [c for c in kfac if c.ratio_error == error]
-        if error is None:
-            labels = ", ".join(dict.fromkeys(c.variant.label for c in group))
-            line = f"not validated: {labels}. In the nearest validated case, {NEAREST}, "
-        else:
-            line = "error: "
-        if error in (None, NEAREST_ERROR):
-            line += f"a time was wrong by {100 * NEAREST_TIME_ERROR:.1f} % on average, "
-            line += f"K-FAC's time over SGD's by {100 * NEAREST_ERROR:.1f} %"
-        else:
-            line += f"K-FAC's time over SGD's was wrong by {100 * error:.1f} % on average"
-        savings = [saving for c in group if (saving := saved(cells, c, training))]
-        large = sum(wrong >= abs(share) / 2 for share, wrong in savings)
-        if large:
-            line += f"; in {large} of {len(savings)} rows that is about as large as the saving"
-        lines.append(line)
+    if len({c.variant for c in kfac}) > 1:
+        lines.append("fastest K-FAC, within the error:")
+        for ranks in sorted({c.world_size for c in kfac}):
+            near = fastest([c for c in kfac if c.world_size == ranks], errors.ratio)
+            lines.append(f"{ranks:>6} {', '.join(c.variant.label for c in near)}")
+    savings = [saving for c in kfac if (saving := saved(cells, c, training, errors))]
+    large = sum(wrong >= abs(share) / 2 for share, wrong in savings)
+    if large:
+        lines.append(
+            f"saved: in {large} of {len(savings)} rows the error is about as large as the saving"
+        )
+    if hidden := hidden_ranks(cells):
+        lines.append(
+            f"sgd on {', '.join(map(str, hidden))} ranks: backward hides the whole all-reduce "
+            f"(overlap: {machine.overlap:g}). Real networks have contention and slow ranks, so "
+            "these times of SGD are lower bounds"
+        )
     return ["", *lines] if lines else []
 
 
-def table(cells: Sequence[SimulatedCell], training: Training | None) -> list[str]:
+def table(
+    cells: Sequence[SimulatedCell], training: Training | None, errors: PredictionErrors
+) -> list[str]:
     """Return the lines of the table, with a block for each world size."""
     head = f"{'ranks':>6} {'strategy':24}{'ms/step':>10}{'examples/s':>12}{'efficiency':>11}"
     lines = [head + (f"{'epoch, s':>10}{'to solution':>13}{'saved':>16}" if training else "")]
@@ -80,7 +105,7 @@ def table(cells: Sequence[SimulatedCell], training: Training | None) -> list[str
         if training:
             line += f"{cell.epoch_s(training.examples):>10.4g}"
             line += f"{_duration(training.solution_s(cell)):>13}"
-            if saving := saved(cells, cell, training):
+            if saving := saved(cells, cell, training, errors):
                 line += f"{100 * saving[0]:>8.1f} ±{100 * saving[1]:>4.1f} %"
         lines.append(line)
     return lines
@@ -99,25 +124,29 @@ def _duration(seconds: float) -> str:
 
 
 def as_dict(
-    work: Workload, hardware: str, cells: Sequence[SimulatedCell], training: Training | None
+    work: Workload, machine: Hardware, cells: Sequence[SimulatedCell], training: Training | None
 ) -> dict[str, Any]:
     """Return the content of the JSON file.
 
     All seconds are those of the slowest rank. The seconds of a stage are those of one run of the
-    stage, not the mean over all steps.
+    stage, not the mean over all steps. ``X_error`` is the mean error of the number ``X``.
+    The parts of a step have none, because no paper prints their times.
     """
     return {
         "simulated": True,
         "model": work.name,
-        "hardware": hardware,
+        "hardware": machine.name,
         "step_flops_per_rank": work.step_flops,
         "parameters": work.parameters,
-        "cells": [_cell(cells, cell, training) for cell in cells],
+        "cells": [_cell(cells, cell, training, machine.nearest_errors) for cell in cells],
     }
 
 
 def _cell(
-    cells: Sequence[SimulatedCell], cell: SimulatedCell, training: Training | None
+    cells: Sequence[SimulatedCell],
+    cell: SimulatedCell,
+    training: Training | None,
+    errors: PredictionErrors,
 ) -> dict[str, Any]:
     factors, decompose = cell.intervals
     kfac = cell.variant.strategy != SGD
@@ -126,21 +155,27 @@ def _cell(
         "grad_worker_fraction": cell.variant.fraction,
         "world_size": cell.world_size,
         "examples": cell.examples,
-        "step_s": cell.step_s,
-        "examples_per_s": cell.epoch_rate(_examples(training)),
-        "scaling_efficiency": efficiency(cells, cell, _examples(training)),
+        "validated": cell.is_validated,
         "forward_backward_s": cell.time.forward_backward_s,
         "gradients_s": cell.time.gradients_s,
         "every": {"factors": factors, "decompose": decompose, "precondition": 1} if kfac else {},
         "stages_s": {stage.value: s for stage, s in cell.time.stages_s.items()} if kfac else {},
         "kinds_s": cell.time.kinds_s,
     }
+    predicted = {
+        "step_s": cell.step_s,
+        "examples_per_s": cell.epoch_rate(_examples(training)),
+        "scaling_efficiency": efficiency(cells, cell, _examples(training)),
+    }
     if training is not None:
-        found["epoch_s"] = cell.epoch_s(training.examples)
-        found["solution_s"] = training.solution_s(cell)
-    if saving := saved(cells, cell, training):
+        predicted["epoch_s"] = cell.epoch_s(training.examples)
+        predicted["solution_s"] = training.solution_s(cell)
+    for name, value in predicted.items():
+        found |= {name: value, f"{name}_error": errors.time * value}
+    if cell.world_size == min(c.world_size for c in cells if c.variant == cell.variant):
+        found["scaling_efficiency_error"] = 0.0  # It is 1 by definition.
+    if saving := saved(cells, cell, training, errors):
         found["saved"], found["saved_error"] = saving
-        found["validated"] = cell.ratio_error is not None
     return found
 
 

@@ -96,8 +96,8 @@ class SimulatedCell:
     time: StepTime
     overhead_s: float = 0.0
     """Seconds of each epoch beside its steps."""
-    ratio_error: float | None = None
-    """:attr:`.Hardware.ratio_error`; None also if that comparison does not hold for the variant."""
+    is_validated: bool = False
+    """Whether the variant on this machine is one that was compared with real times."""
 
     @property
     def step_s(self) -> float:
@@ -160,9 +160,12 @@ def sweep(
             time = step_time(work, world_size, hardware, plan, own)
             examples = work.examples * world_size
             every = intervals.of(world_size)
-            error = None if own is SC20_CALLS else hardware.ratio_error
-            cell = SimulatedCell(each, world_size, examples, every, time, hardware.epoch_s, error)
-            cells.append(cell)
+            is_validated = hardware.errors is not None and own is not SC20_CALLS
+            cells.append(
+                SimulatedCell(
+                    each, world_size, examples, every, time, hardware.epoch_s, is_validated
+                )
+            )
     return cells
 
 
@@ -206,6 +209,24 @@ def efficiency(
     base = min((c for c in cells if c.variant == cell.variant), key=lambda c: c.world_size)
     each, first = (c.epoch_rate(examples) / c.world_size for c in (cell, base))
     return each / first
+
+
+def fastest(cells: Sequence[SimulatedCell], error: float) -> list[SimulatedCell]:
+    """Return the cells whose steps are as short as the shortest within a relative error.
+
+    The shortest step is the first.
+    """
+    ordered = sorted(cells, key=lambda cell: cell.step_s)
+    return [cell for cell in ordered if cell.step_s <= (1 + error) * ordered[0].step_s]
+
+
+def hidden_ranks(cells: Sequence[SimulatedCell]) -> list[int]:
+    """Return the numbers of ranks, above 1, on which backward hides the whole exchange of SGD.
+
+    A simulation has no slow ranks and no congestion, so real SGD is then slower.
+    """
+    sgd = [cell for cell in cells if cell.variant.strategy == SGD and cell.world_size > 1]
+    return [cell.world_size for cell in sgd if not cell.time.gradients_s]
 
 
 RELEASED_METHOD = "eigen"

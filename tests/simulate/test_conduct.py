@@ -12,6 +12,7 @@ from kfac_bench.core.execution.write_back import WriteBack
 from kfac_bench.core.planning.plan import Stage
 from kfac_bench.core.planning.planner import BATCH_NUMEL
 from kfac_bench.simulate.conduct import LW_CODE, OURS, SC20_CODE, Conduct
+from kfac_bench.simulate.hardware import PredictionErrors
 from kfac_bench.simulate.step import step_time
 from kfac_bench.simulate.sweep import Intervals, Variant, plan_of, released_plan, sweep
 from tests.support.made_up_machine import BETA, MACHINE, RATES, work_of
@@ -126,12 +127,13 @@ def test_a_gpu_works_on_all_layers_of_one_shape_at_once():
 def test_a_published_machine_is_simulated_as_it_was_validated():
     """What the released code cannot do has its calls in a plan of this package, unvalidated."""
     work, every = work_of(3), Intervals(10, 100)
-    machine = replace(MACHINE, rates=replace(RATES, op_s=1e-4), conduct="sc20", ratio_error=0.1)
+    machine = replace(MACHINE, rates=replace(RATES, op_s=1e-4), conduct="sc20")
+    machine = replace(machine, errors=PredictionErrors(time=0.1, ratio=0.1))
     for name, conduct in (("sgd", SC20_CODE), ("comm_opt", SC20_CODE), ("layer_wise", LW_CODE)):
         (mine,) = sweep(work, machine, [Variant(name)], [4], every)
         (theirs,) = sweep(work, machine, [Variant(name)], [4], every, conduct=conduct)
         assert mine == theirs
-        assert mine.ratio_error == 0.1
+        assert mine.is_validated
     blocks = replace(work, layers=[spec.divided(100) for spec in work.layers])
     for each, name, method in (
         (work, "hybrid_opt", "eigen"),
@@ -140,7 +142,7 @@ def test_a_published_machine_is_simulated_as_it_was_validated():
     ):
         (mine,) = sweep(each, machine, [Variant(name)], [4], every, method)
         (ours,) = sweep(each, replace(machine, conduct="ours"), [Variant(name)], [4], every, method)
-        assert mine.ratio_error is None
+        assert not mine.is_validated
         assert mine.step_s > ours.step_s
 
 
