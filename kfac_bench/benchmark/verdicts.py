@@ -37,14 +37,28 @@ class Verdict(Enum):
 
 
 class CheckState(Enum):
-    """The position of a number relative to its limit; the value is the text in the table."""
+    """The position of a number relative to its limit; the value is the text in the table.
 
-    HOLDS = "holds"
+    The checks of a claim decide its verdict in this order.
+    """
+
     FAILS = "fails"
-    OPEN = "open"
-    ONLY_A_BOUND = "open: only an upper bound is known"
     NO_NUMBER = "not every seed has a number"
+    ONLY_A_BOUND = "open: only an upper bound is known"
+    OPEN = "open"
+    HOLDS = "holds"
     NOT_RUN = "not run yet"
+
+
+_ORDER = [*CheckState]
+_VERDICTS = {
+    CheckState.FAILS: Verdict.NOT_SUPPORTED,
+    CheckState.NO_NUMBER: Verdict.NOT_TESTABLE,
+    CheckState.ONLY_A_BOUND: Verdict.NOT_DECIDED,
+    CheckState.OPEN: Verdict.NOT_DECIDED,
+    CheckState.HOLDS: Verdict.SUPPORTED,
+}
+"""The verdict on a claim, by the state of its deciding check."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,7 @@ class CheckedNumber:
     other_number: str
     difference: str
     needed: str
+    state: CheckState
 
 
 @dataclass(frozen=True)
@@ -88,27 +103,35 @@ def verdict_tables(rows: Sequence[BenchmarkRow]) -> list[Table]:
 
 _COLUMNS = ("K-FAC", "compared with", "difference (95 % interval)", "needed", "verdict")
 _NOTES = (
-    "A difference of accuracies is in points. This difference and the two accuracies are means.",
+    "A difference of accuracies is in points. All three numbers are means, each rounded.",
     "All other numbers are medians over the seeds. A ratio (x) is the median of the seeds' ratios.",
     "9 of 20 seeds: only 9 seeds reached the accuracy. A miss counts as the worst number.",
     "computed: the number follows from the plan that the ranks execute. No run measured it.",
     "A check holds if its whole interval is within the limit, and fails if all of it is outside.",
-    "A claim is supported if all its checks hold, and not supported if one check fails.",
+    "A claim is supported if all its checks hold, and not supported if one check fails. The first "
+    "row decides.",
     f"A median of fewer than {FEWEST_SEEDS} seeds decides nothing.",
 )
 
 
 def _lines(each: Judgement) -> list[Sequence[Value]]:
-    """Return the lines of a claim. Checks of the same two points share a line."""
+    """Return the lines of a claim, first the one that decides.
+
+    Checks of the same two points share a line.
+    """
     claim = each.claim.text
     verdict = f"{each.verdict.value}: {each.reason}" if each.reason else each.verdict.value
+    groups = [
+        [*checks] for _, checks in groupby(each.numbers, lambda n: (n.what_ran, n.compared_with))
+    ]
+    groups.sort(key=lambda checks: min(_ORDER.index(check.state) for check in checks))
     lines: list[Sequence[Value]] = []
-    for points, checks in groupby(each.numbers, lambda n: (n.what_ran, n.compared_with)):
-        numbers = [*checks]
-        own = _joined(points[0].removeprefix("K-FAC "), (number.number for number in numbers))
-        other = _joined(points[1], (number.other_number for number in numbers))
-        differences = ", ".join(filter(None, (number.difference for number in numbers)))
-        needed = ", ".join(number.needed for number in numbers)
+    for checks in groups:
+        own, other = checks[0].what_ran.removeprefix("K-FAC "), checks[0].compared_with
+        own = _joined(own, (check.number for check in checks))
+        other = _joined(other, (check.other_number for check in checks))
+        differences = ", ".join(filter(None, (check.difference for check in checks)))
+        needed = ", ".join(check.needed for check in checks)
         lines.append([claim, own, other, differences, needed, verdict])
         claim = verdict = ""  # the other lines of the claim continue the first
     return lines or [[claim, "", "", "", "", verdict]]
@@ -182,19 +205,9 @@ def judge(
         if line is not None and line.measured is None:
             number = replace(number, difference=f"{number.difference} ({how})")
         numbers.append(number)
-    verdict = _verdict(states)
+    verdict = _VERDICTS[min(states, key=_ORDER.index, default=CheckState.HOLDS)]
     reason = counted(seeds, "seed") if verdict is Verdict.NOT_DECIDED else ""
     return Judgement(claim, verdict, numbers, reason)
-
-
-def _verdict(states: Sequence[CheckState]) -> Verdict:
-    if CheckState.FAILS in states:
-        return Verdict.NOT_SUPPORTED
-    if CheckState.NO_NUMBER in states:
-        return Verdict.NOT_TESTABLE
-    if all(state is CheckState.HOLDS for state in states):
-        return Verdict.SUPPORTED
-    return Verdict.NOT_DECIDED
 
 
 def _checked(
@@ -216,7 +229,9 @@ def _checked(
         other = _number(_line_at(quantity.of, base, lines), is_mean=is_mean)
     difference = "" if state is CheckState.NOT_RUN else _difference(line, quantity.how, check)
     needed = f"{_limit(check, quantity.how)} ({state.value})"
-    return CheckedNumber(_what_ran(check.at, labels), compared_with, own, other, difference, needed)
+    return CheckedNumber(
+        _what_ran(check.at, labels), compared_with, own, other, difference, needed, state
+    )
 
 
 def _line_at(quantity: str, point: Mapping[str, str], lines: Sequence[Line]) -> Line | None:

@@ -8,7 +8,7 @@ import pytest
 from kfac_bench.benchmark import run_end, schema, suite, verdicts, write_reports
 from kfac_bench.benchmark.result import Line, Measured
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Check, Claim, Quantity
-from kfac_bench.benchmark.verdicts import Verdict
+from kfac_bench.benchmark.verdicts import CheckState, Verdict
 from kfac_bench.errors import UsageError
 from tests.benchmark.test_results import write
 
@@ -98,6 +98,7 @@ def test_both_numbers_stand_beside_their_difference():
         "58.0 s",
         "0.57x (0.41 to missed)",
         "at most 0.6x (open)",
+        CheckState.OPEN,
     ]
     bound = judge(Claim("Faster.", [FASTER]), [measured(FASTER, 0.8, 0.7, 0.9, bounds=1)])
     assert bound.numbers[0].difference == "at most 0.80x (0.70 to 0.90)"
@@ -125,7 +126,7 @@ def test_means_stand_beside_a_mean_difference_and_medians_if_a_seed_missed():
     assert numbers(measured(AS_GOOD, 0, -math.inf, 1, missed=1)) == ("78.92 %", "82.14 %")
 
 
-def test_checks_of_the_same_points_share_a_line_and_a_claim_is_named_once():
+def test_checks_of_the_same_points_share_a_line_and_the_deciding_line_is_first():
     lines = [
         Line(AT, "seconds", "s", Measured(33.0, 32.0, 34.0, 6, 0)),
         Line(AGAINST, "seconds", "s", Measured(58.0, 57.0, 59.0, 6, 0)),
@@ -135,7 +136,7 @@ def test_checks_of_the_same_points_share_a_line_and_a_claim_is_named_once():
         measured(FASTER, 0.57, 0.41, 0.7),
         Line(AT, "bytes", "kB", computed=7.0),
     ]
-    checks = [AS_GOOD, FASTER, Check("bytes", AT, at_most=10)]
+    checks = [Check("bytes", AT, at_most=10), AS_GOOD, FASTER]
     first, second = verdicts._lines(judge(Claim("Better.", checks), lines))
     assert first == [
         "Better.",
