@@ -79,7 +79,8 @@ def test_one_number_of_ranks_has_no_efficiency():
 
 def test_the_figure_has_its_findings_and_a_label_for_each_line():
     svg = simulation_figure.svg([*WHOLE, *SWEPT], "a <model>", ERRORS)
-    for words in ("fastest K-FAC", "a &lt;model&gt;, simulated, error 12.0 %", "The fastest fraction is 1/4"):
+    title = "a &lt;model&gt;, simulated, error 12.0 %"
+    for words in ("fastest K-FAC", title, "The fastest fraction is 1/4"):
         assert words in svg
     assert "100 % is the speed per rank at 1 rank" in svg
 
