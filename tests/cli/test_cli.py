@@ -454,6 +454,9 @@ def test_a_dry_run_works_for_every_model(model, options, tmp_path):
     }
     family = model.partition("_")[0]
     empirical = ["kfac.fisher=empirical"] if family in ("maskrcnn", "bert") else []
+    # A loss that is a mean over tokens refuses an adaptive damping.
+    if family in ("bert", "huggingface", "transformer", "lstm"):
+        options = [word for word in options if "adaptive_damping" not in word]
     named = {
         "torchvision": ["model.architecture=resnet18"],
         "timm": ["model.architecture=resnet18"],

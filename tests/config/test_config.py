@@ -242,7 +242,7 @@ def test_every_cell_of_every_benchmark_composes(name):
         assert found.runs_dir == "runs/test"
         assert cell.label.endswith(f"seed {found.seed}")
         # Two benchmarks compare final accuracies.
-        assert found.trainer.target is not None or name in ("resnet50_digits", "claim1_damping")
+        assert found.trainer.target is not None or name in ("resnet50_digits", "damping_of_claim1")
 
 
 def test_cells_of_the_demo_have_the_optimizers_of_their_labels():
