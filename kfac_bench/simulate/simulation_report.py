@@ -52,10 +52,10 @@ def accuracy(cells: Sequence[SimulatedCell], machine: Hardware) -> list[str]:
     ]
     labels = ", ".join(dict.fromkeys(c.variant.label for c in cells if not c.is_validated))
     if machine.errors is None:
-        lines.append(
-            f"not validated: no time of {machine.name} was compared. The errors are those of "
-            f"{NEAREST}'s published times of the paper's code, simulated as the code above"
-        )
+        lines += [
+            f"not validated: {machine.name} has no errors of its own. These are the errors of",
+            f"  {NEAREST}'s published times of the paper's code, simulated as the code above",
+        ]
     elif labels:
         lines.append(f"not validated: {labels}. The errors are those of the validated strategies")
     return lines
@@ -80,11 +80,12 @@ def conclusions(
             f"saved: in {large} of {len(savings)} rows the error is about as large as the saving"
         )
     if hidden := hidden_ranks(cells):
-        lines.append(
-            f"sgd on {', '.join(map(str, hidden))} ranks: backward hides the whole all-reduce "
-            f"(overlap: {machine.overlap:g}). Real networks have contention and slow ranks, so "
-            "these times of SGD are lower bounds"
-        )
+        sizes = ", ".join(map(str, hidden))
+        lines += [
+            f"sgd on {sizes} ranks: backward hides the whole all-reduce "
+            f"(overlap: {machine.overlap:g}).",
+            "  Real networks have contention and slow ranks, so these times are lower bounds",
+        ]
     return ["", *lines] if lines else []
 
 
