@@ -34,6 +34,15 @@ def kfac_of(model, **options):
     return kfac
 
 
+def skip_if_torch_cannot(layer, x, dtype):
+    """Skip where torch itself cannot, such as LSTM in half precision on a CPU without AVX-512."""
+    try:
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            layer(x)
+    except RuntimeError as error:
+        pytest.skip(f"torch: {error}")
+
+
 def loss_of(output, samples):
     """A mean over samples of something not linear."""
     return (output.square() + output.tanh()).sum() / samples
