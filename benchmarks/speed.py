@@ -28,11 +28,16 @@ from benchmarks.measure import PRECISIONS, Case
 from benchmarks.models import NAMES, Size
 from kfac_bench.errors import UsageError
 from kfac_bench.training import environment
+from kfac_bench.whole_files import around_marks, write_text
 
 SETTINGS = ((1, 10), (10, 100))
 """Pairs of steps between factor updates and steps between decompositions."""
 REAL = ("resnet32", "encoder")
 """Models whose whole intervals take minutes rather than hours on a CPU."""
+KEPT = Path(__file__).parent / "results"
+"""The folder of the kept measurements: ``speed_*.json``."""
+BEGIN = "<!-- made by benchmarks/speed.py --into -->"
+END = "<!-- end of what benchmarks/speed.py made -->"
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,6 +66,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--out", type=Path, default=Path("benchmarks/results/speed.json"))
     add("--quick", action="store_true", help="run the code once with tiny models")
+    add("--into", type=Path, metavar="PAGE", help="write tables of results/speed_*.json; then end")
     options = parser.parse_args(arguments)
     unknown = [m for m in options.models if m not in NAMES]
     if unknown:
@@ -75,7 +81,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     # KFAC refuses bad keywords now, and not after minutes.
     for method in options.methods:
         measure.Variant(Case("encoder", Size(quick=True), kfac=options.kfac), method)
-    make_parent(options.out)
+    if not options.into:
+        make_parent(options.out)
     if options.quick:
         options.rounds = min(options.rounds, 2)
     return options
@@ -229,10 +236,29 @@ def measure_model(
         yield
 
 
+def kept() -> list[dict[str, Any]]:
+    """Return the kept measurements."""
+    return [json.loads(path.read_text()) for path in sorted(KEPT.glob("speed_*.json"))]
+
+
+def write_kept_tables(page: Path) -> None:
+    """Write the tables of the kept measurements between the two marks of a page.
+
+    Raises:
+        UsageError: The page cannot be read or written, or it lacks a mark.
+    """
+    before, after = around_marks(page, BEGIN, END, "--into")
+    text = tables.render_together(kept())
+    write_text(page, f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure, and return the exit code: 2 for bad input."""
     try:
         options = parse(arguments)
+        if options.into:
+            write_kept_tables(options.into)
+            return 0
         print(tables.render(run(options)))
         print(f"all results: {options.out}", file=sys.stderr)
     except UsageError as error:

@@ -22,6 +22,17 @@ def render(results: Results, *, head: bool = True, body: bool = True) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def render_together(measurements: Sequence[Results]) -> str:
+    """Return the machine of each measurement, and tables of all models together.
+
+    Args:
+        measurements: At least one, all of the same device and clock.
+    """
+    entries = [entry for results in measurements for entry in results["models"]]
+    heads = [render(results, body=False) for results in measurements]
+    return "\n".join([*heads, render({**measurements[0], "models": entries}, head=False)])
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table whose first column is left-aligned and the others right-aligned."""
     ruler = ["---", *["---:"] * (len(header) - 1)]

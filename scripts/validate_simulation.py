@@ -108,12 +108,12 @@ def fig8(paper: Paper, work: Workload, machine: Hardware) -> Iterator[PaperNumbe
         less = {n: _less(*(_minutes(of[v, n], paper) for v in (each, FIRST))) for n in SIZES}
         name = each.strategy
         low, high = paper["fig8_improvement"][name]
-        yield PaperNumber(f"Fig. 8, {name}, least less time", min(less.values()), low, "%")
+        # Otherwise the same published number would count twice.
+        if paper["fig8_improvement_at_256"][name] != low:
+            yield PaperNumber(f"Fig. 8, {name}, least less time", min(less.values()), low, "%")
         yield PaperNumber(f"Fig. 8, {name}, most less time", max(less.values()), high, "%")
         at_256 = paper["fig8_improvement_at_256"][name]
-        # Otherwise the same number would count twice.
-        if at_256 != low:
-            yield PaperNumber(f"Fig. 8, {name}, less time at 256", less[256], at_256, "%")
+        yield PaperNumber(f"Fig. 8, {name}, less time at 256", less[256], at_256, "%")
     for each in (FIRST, LW, OPT):
         predicted = 100 * efficiency(cells, of[each, 256], paper["images"])
         limit = float(paper["fig8_efficiency_at_256"]["below"])

@@ -109,7 +109,7 @@ _NOTES = (
     "computed: the number follows from the plan that the ranks execute. No run measured it.",
     "A check holds if its whole interval is within the limit, and fails if all of it is outside.",
     "A claim is supported if all its checks hold, and not supported if one check fails. The first "
-    "row decides.",
+    "line of a claim has the check that decides.",
     f"A median of fewer than {FEWEST_SEEDS} seeds decides nothing.",
 )
 

@@ -373,7 +373,7 @@ class KFAC:
         output: Tensor,
         likelihood: str = "categorical",
         *,
-        dim: int = -1,
+        dim: int | None = None,
         mask: Tensor | None = None,
         curvature: float = 1.0,
     ) -> None:
@@ -391,13 +391,15 @@ class KFAC:
                 * ``bernoulli``: binary cross entropy of logits.
 
                 The latter two are sums over all dimensions but the first, mean over the first.
-            dim: The dimension of the classes, for ``categorical``.
+            dim: The dimension of the classes, for ``categorical``. Default: the last one. With four
+                or more dimensions there is no default, because torch's ``cross_entropy`` has the
+                classes of images in dimension 1.
             mask: For ``categorical``, a tensor in the shape of ``output`` without ``dim``.
                 Positions with 0 are not in the loss.
             curvature: Second derivative of the loss, for ``gaussian``.
 
         Raises:
-            ValueError: ``likelihood`` is unknown, or ``output`` has no graph.
+            ValueError: ``likelihood`` is unknown, ``output`` has no graph, or it needs ``dim``.
             RuntimeError: The model has tensor-parallel layers, whose ranks would draw different
                 labels. Or an earlier call has reached a layer in the same forward.
         """
@@ -411,6 +413,12 @@ class KFAC:
                 "fisher_backward(output): the output has no graph, so no labels can be sent back; "
                 "pass what the model returned, without detach()"
             )
+        if dim is None and likelihood == "categorical" and output.ndim > 3:
+            raise ValueError(
+                f"fisher_backward(output): the output has {output.ndim} dimensions; name that of "
+                "the classes: dim=1 for images, dim=-1 for the last one"
+            )
+        dim = -1 if dim is None else dim
         self._stepper.has_sent_labels = True
         seeds, magnitude = fishers.seeds(
             output, self.fisher, likelihood, dim=dim, mask=mask, curvature=curvature

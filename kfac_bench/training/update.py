@@ -130,7 +130,8 @@ class Update:
                     loss, output = self._forward(self._model, part, share)
                 if self._kfac is not None:
                     curvature = getattr(self._task, "curvature", 1.0)
-                    self._kfac.fisher_backward(output, self._task.likelihood, curvature=curvature)
+                    likelihood = self._task.likelihood
+                    self._kfac.fisher_backward(output, likelihood, dim=-1, curvature=curvature)
                 loss = loss * share
                 self._backend.backward(self.scaler.scale(loss))
                 total += loss.detach()

@@ -2,12 +2,14 @@
 
 import functools
 import json
+import math
 import re
 import shlex
 from statistics import median
 
 import pytest
 
+from benchmarks import real_networks, speed, tables
 from benchmarks.contest import contest_tables
 from benchmarks.contest.contest_tables import medians
 from benchmarks.contest.result_store import ResultStore
@@ -19,6 +21,7 @@ from kfac_bench.benchmark.performance_profile import profile_finding, scores
 from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import compose, conf_files, option_help, problem_file
 from kfac_bench.config.options import options
+from kfac_bench.record.events import Evaluated
 from tests.support import ROOT
 from tests.support.figures import texts
 
@@ -191,6 +194,43 @@ def seconds_of_is_kfac_for_me_are_those_of(times):
             assert told == f"{number:.{len(told.partition('.')[2])}f}", text
 
 
+def pages_have_the_ratios_of(times):
+    """Sentences with ratios of the contest's seconds."""
+    mixer, words, dates, poisson = (
+        times[f"heldout/{task}"]
+        for task in ("fashion_mixer", "manpages_bert", "dates_lstm", "poisson")
+    )
+
+    def ratio(task, slower, faster="K-FAC"):
+        forms = ("K-FAC", "SGD with K-FAC's defaults", "AdamW with K-FAC's defaults")
+        own = {**task, "K-FAC": min(task[form] for form in forms)}
+        return f"{own[slower] / own[faster]:.1f}x"
+
+    over_adamw = sorted(ratio(task, "AdamW", "EigenAdam") for task in (mixer, dates, poisson))
+    told = {
+        "explanation/is_kfac_for_me.md": (
+            f"it is {ratio(poisson, 'AdamW')} faster than AdamW, and SOAP is "
+            f"{ratio(poisson, 'K-FAC', 'SOAP')} faster than K-FAC",
+            f"it is {ratio(mixer, 'AdamW')} faster than AdamW, and KL-Shampoo is "
+            f"{ratio(mixer, 'K-FAC', 'KL-Shampoo')} faster than K-FAC",
+            f"Muon is {ratio(words, 'K-FAC', 'Muon')} to {ratio(dates, 'K-FAC', 'Muon')} faster",
+        ),
+        "how-to/eigen_adam.md": (
+            f"EigenAdam is {over_adamw[0]} to {over_adamw[-1]} faster than AdamW on three",
+        ),
+        "lab/contest.md": (
+            f"{ratio(poisson, 'Muon', 'SOAP')} slower than SOAP on Poisson's equation",
+            f"takes {ratio(words, 'EigenAdam', 'Muon')[:-1]} times as long as Muon",
+            "without eigenvectors is "
+            f"{ratio(words, 'EigenAdam', 'EigenAdam without eigenvectors')} faster",
+        ),
+    }
+    for page, sentences in told.items():
+        text = " ".join((ROOT / "docs" / page).read_text().split())
+        for sentence in sentences:
+            assert sentence in text, page
+
+
 def test_the_numbers_of_the_contest_are_those_of_its_runs(monkeypatch):
     """The numbers of README and of the pages follow from the runs."""
     monkeypatch.setattr(conf_files, "ADDED", [CONF])
@@ -200,13 +240,23 @@ def test_the_numbers_of_the_contest_are_those_of_its_runs(monkeypatch):
     times = medians(result.times())
     found = scores(times)
     _, own, others = row("four held-out tasks")
-    assert own == f"{found['K-FAC']:.2f}"
+    with_adamw = found["AdamW with K-FAC's defaults"]
+    assert own == f"{found['K-FAC']:.2f}; defaults before AdamW: {with_adamw:.2f}"
     for cell in others.replace("**", "").split(", "):
         name, value = cell.rsplit(" ", 1)
         assert value == f"{found[name]:.2f}", cell
     seconds_of_is_kfac_for_me_are_those_of(times)
+    pages_have_the_ratios_of(times)
     # Untuned Adam is a floor: a tuned AdamW behind it would be tuned badly.
     assert all(t["AdamW"] < t["Adam at 0.001, not tuned"] for t in times.values())
+    misses = {
+        task: sum(map(math.isinf, studies["AdamW"])) for task, studies in result.times().items()
+    }
+    assert {task for task, count in misses.items() if count} == {"heldout/manpages_bert"}
+    assert misses["heldout/manpages_bert"] == 1
+    assert not any(
+        map(math.isinf, result.times()["heldout/manpages_bert"]["Adam at 0.001, not tuned"])
+    )
     page = (ROOT / "docs" / "lab" / "contest.md").read_text()
     for made in contest_tables.tables(result):
         assert made.markdown() in page, (
@@ -252,6 +302,24 @@ def test_the_row_of_resnet50_on_digits_follows_from_its_runs(tmp_path):
     assert changed == {"trainer.clock", "trainer.threads", "seed", "runs_dir"}
 
 
+def test_the_accuracies_by_damping_follow_from_their_runs():
+    page = (ROOT / "docs" / "lab" / "why_inverses_win.md").read_text()
+    told = re.findall(
+        r"^\| (?:eigen|inverse) \| .*? \| ([\d., ]+) \| ([\d.]+) \|$", page, re.MULTILINE
+    )
+    store = ResultStore(ROOT / "benchmarks" / "results", "damping_of_claim1", "table", [ALL])
+    kept = {(run.optimizer, run.seed): run for run in store.runs(ALL, "table")}
+    benchmark = schema.load("damping_of_claim1")
+    assert len(told) == len(benchmark.axes["variant"])
+    for variant, (each, middle) in zip(benchmark.axes["variant"], told, strict=True):
+        found = []
+        for seed in benchmark.seeds:
+            *_, last = (e for e in kept[variant, seed].events if isinstance(e, Evaluated))
+            found.append(100 * last.metrics["accuracy"])
+        assert each == ", ".join(f"{accuracy:.2f}" for accuracy in found), variant
+        assert middle == f"{median(found):.2f}"
+
+
 def test_the_errors_of_the_heat_equation_follow_from_its_runs():
     page = (ROOT / "docs" / "tutorials" / "physics_informed.md").read_text()
     lines = (ROOT / "benchmarks" / "results" / "physics_informed.jsonl").read_text().splitlines()
@@ -266,7 +334,8 @@ def test_the_errors_of_the_heat_equation_follow_from_its_runs():
         assert told[3].split(",")[0] == f"{median(steps):.0f}"
     _, own, others = row("a heat equation")
     assert own == f"**{errors['K-FAC']}**"
-    assert others == f"L-BFGS {errors['L-BFGS']}, Adam {errors['Adam']}"
+    told = f"L-BFGS {errors['L-BFGS']}, Adam {errors['Adam']}"
+    assert others == f"{told} (SOAP, Muon: not tried)"
 
 
 def test_the_row_of_the_gpu_is_that_of_its_page():
@@ -286,11 +355,72 @@ def test_the_row_of_the_gpu_is_that_of_its_page():
     assert "SGD with momentum" not in found
 
 
+def ratios_of_steps():
+    """K-FAC's time of a step over SGD's, by model, method and intervals, from the kept files."""
+    return {
+        (entry["name"], method, *setting["setting"]): setting["ratio"]
+        for results in speed.kept()
+        for entry in results["models"]
+        for method, settings in entry["settings"].items()
+        for setting in settings
+    }
+
+
+def test_the_times_of_steps_follow_from_the_kept_files():
+    ratios = ratios_of_steps()
+    own = row("a step of ResNet-32")[1]
+    assert own.startswith(f"{ratios['resnet32', 'inverse', 10, 100]:.2f}x SGD's time")
+    own = row("a step of BERT-base")[1]
+    assert own == f"{ratios['bert_base', 'inverse', 10, 100]:.2f}x SGD's time"
+    page = (ROOT / "docs" / "explanation" / "performance.md").read_text()
+    made = re.findall(
+        r"^\|(.*?) \| (eigen|inverse).*? \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE
+    )
+    names, name = iter(("resnet32", "encoder", "resnet50", "bert_base")), ""
+    told = {}
+    for model, method, *cells in made:
+        name = next(names) if model.strip() else name
+        for setting, cell in zip(((1, 10), (10, 100)), cells, strict=True):
+            told[name, method, *setting] = cell
+    assert told == {key: f"{ratio:.2f}" for key, ratio in ratios.items()}
+
+
+def test_the_tables_of_step_costs_follow_from_the_kept_files():
+    page = (ROOT / "docs" / "lab" / "step_costs.md").read_text()
+    made = page.partition(speed.BEGIN)[2].partition(speed.END)[0]
+    again = "make it again: python benchmarks/speed.py --into docs/lab/step_costs.md"
+    assert made.strip() == tables.render_together(speed.kept()).strip(), again
+    for name, model in (("ResNet-32", "resnet32"), ("encoder", "encoder")):
+        for setting in ((1, 10), (10, 100)):
+            over = [ratios_of_steps()[model, m, *setting] - 1 for m in ("eigen", "inverse")]
+            cells = " | ".join(f"{x:.2f}" for x in over)
+            pattern = rf"^\| {name} \| {re.escape(str(setting))} \| .* \| {cells} \|$"
+            assert re.search(pattern, page, re.MULTILINE)
+
+
 def test_the_time_of_a_step_on_the_gpu_is_that_of_its_page():
     page = (ROOT / "docs" / "lab" / "gpu.md").read_text()
     pattern = r"^\| resnet32 \(batch 128, .*\| inverse \| 10, 100 .*\*\*([\d.]+)\*\*"
     (ratio,) = re.findall(pattern, page, re.MULTILINE)
     assert f"([H100](docs/lab/gpu.md): {ratio}x)" in row("a step of ResNet-32")[1]
+
+
+def test_the_table_of_large_networks_follows_from_its_runs():
+    page = (ROOT / "docs" / "lab" / "real_networks.md").read_text()
+    kept = real_networks.Results(real_networks.RESULTS)
+    made = "\n".join(real_networks.table(kept, real_networks.kfac_options({})))
+    assert made.partition("\n\n")[0] in page
+    pattern = r"lower in (\d+) of (\d+) pairs .*? in (\d+) after .*? takes ([\d.]+) times"
+    steps, pairs, seconds, times = zip(*re.findall(pattern, made), strict=True)
+    steps, pairs, seconds = (sum(map(int, numbers)) for numbers in (steps, pairs, seconds))
+    digits, files, vit, bert = times
+    text = " ".join(page.split())
+    assert f"K-FAC has a lower mean loss in {steps} of the {pairs} pairs" in text
+    assert f"K-FAC has a lower loss in {seconds} of the {pairs} pairs" in text
+    assert (
+        f"A step takes {digits}x the time of the optimizer alone on digits, {files}x with JPEG "
+        f"files, {vit}x with the ViT and {bert}x with BERT-base"
+    ) in text
 
 
 def test_the_rates_at_which_adamw_is_better_are_counted_right():
@@ -300,6 +430,5 @@ def test_the_rates_at_which_adamw_is_better_are_counted_right():
         losses = re.findall(pattern, page, re.MULTILINE)
         worse = [float(own) > float(alone) for alone, own in losses]
         assert (sum(worse), len(worse)) == (2, 3)
-    assert "worse than AdamW](docs/lab/real_networks.md) at two of three rates" in " ".join(
-        README.split()
-    )
+    told = "Before AdamW it made ResNet-50 [worse](docs/lab/real_networks.md) at two of three rates"
+    assert told in " ".join(README.split())

@@ -410,6 +410,15 @@ def test_unknown_likelihoods_are_refused():
         kfac.fisher_backward(model(torch.randn(N, 4)), "poisson")
 
 
+def test_the_classes_of_an_image_must_be_named():
+    """The classes of torch's cross entropy are in dimension 1 there, and not in the last one."""
+    model = nn.Conv2d(2, 3, 1)
+    kfac = kfac_of(model, fisher="mc")
+    with pytest.raises(ValueError, match=r"output has 4 dimensions; name that of the classes"):
+        kfac.fisher_backward(model(torch.randn(N, 2, 4, 4)))
+    kfac.fisher_backward(model(torch.randn(N, 2, 4, 4)), dim=1)
+
+
 @BOTH
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian", "bernoulli"])
 def test_unequal_micro_batches_equal_the_large_one(likelihood, weight_sharing):
