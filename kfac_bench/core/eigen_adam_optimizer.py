@@ -288,8 +288,17 @@ class EigenAdam(AdamW):
         """Load a state. Without a KFAC, the part of the KFAC waits until a KFAC is built.
 
         Raises:
-            ValueError: The state does not fit.
+            ValueError: The state does not fit. The optimizer has not changed then.
         """
+        # Loading replaces both and leaves the old ones as they are.
+        before = self.state, self.param_groups
+        try:
+            self._load(state_dict)
+        except Exception:
+            self.state, self.param_groups = before
+            raise
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         own, of_kfac = {}, {}
         for i, entry in state_dict["state"].items():
             own[i] = {k: v for k, v in entry.items() if k != KEY}
@@ -305,11 +314,11 @@ class EigenAdam(AdamW):
         for p in saved:
             self.state[p].setdefault(KEY, {})
         states = self._states()
-        self._lacks_kfac = not saved and bool(own or states)
-        self._waiting = {} if self._is_covered() else saved
         if saved:
             for each in states:
                 each.load(saved)
+        self._lacks_kfac = not saved and bool(own or states)
+        self._waiting = {} if self._is_covered() else saved
 
     def give_waiting_state(self, coverage: Coverage) -> None:
         """Load into a new KFAC what :meth:`load_state_dict` got before there was one."""
