@@ -36,6 +36,8 @@ class LevenbergMarquardt:
     loss, the damping is multiplied by ``decay ** interval`` if rho is above 3/4, and divided by it
     if rho is below 1/4.
 
+    Each KFAC needs an object of its own: a new KFAC begins again with ``initial``.
+
     Raises:
         ValueError: An option is out of range.
     """

@@ -123,6 +123,7 @@ class EigenAdam(AdamW):
     Args:
         params: Parameters or parameter groups, as for every optimizer of torch. ``lr``, ``betas``,
             ``eps`` and ``weight_decay`` may differ between groups, and schedules may change them.
+            Groups may have ``maximize=True``, but not ``amsgrad=True``.
         lr: Learning rate. Start with the rate that you use for AdamW.
         betas: Decay of the running means of the gradient and of its square.
         eps: Added to the root of the second moment.
@@ -130,7 +131,7 @@ class EigenAdam(AdamW):
         options: The options in ``kfac_options.py``, with type, default and meaning of each.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: An option is out of range, or a group has ``amsgrad=True``.
     """
 
     preconditioner: Any = None
@@ -155,6 +156,19 @@ class EigenAdam(AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._own_options = dict(own)
         self._note_options()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in every optimizer of torch.
+
+        Raises:
+            ValueError: The group has ``amsgrad=True``.
+        """
+        if param_group.get("amsgrad"):
+            raise ValueError(
+                "EigenAdam: a parameter group has amsgrad=True, which the layers of K-FAC would "
+                "ignore. Remove amsgrad from the group"
+            )
+        super().add_param_group(param_group)
 
     def _note_options(self) -> None:
         """Put the options of the constructor into the parameter groups.
@@ -204,7 +218,8 @@ class EigenAdam(AdamW):
                 grads = [p.grad for p in alike if p.grad is not None]
                 if group["weight_decay"]:
                     torch._foreach_mul_(alike, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(alike, grads, alpha=-group["lr"])
+                rate = group["lr"] if group["maximize"] else -group["lr"]
+                torch._foreach_add_(alike, grads, alpha=rate)
                 covered += zip(alike, grads, strict=True)
         # AdamW updates what has a gradient, so the gradients of covered parameters are set aside.
         for p, _ in covered:
@@ -273,8 +288,17 @@ class EigenAdam(AdamW):
         """Load a state. Without a KFAC, the part of the KFAC waits until a KFAC is built.
 
         Raises:
-            ValueError: The state does not fit.
+            ValueError: The state does not fit. The optimizer has not changed then.
         """
+        # Loading replaces both and leaves the old ones as they are.
+        before = self.state, self.param_groups
+        try:
+            self._load(state_dict)
+        except Exception:
+            self.state, self.param_groups = before
+            raise
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         own, of_kfac = {}, {}
         for i, entry in state_dict["state"].items():
             own[i] = {k: v for k, v in entry.items() if k != KEY}
@@ -290,11 +314,11 @@ class EigenAdam(AdamW):
         for p in saved:
             self.state[p].setdefault(KEY, {})
         states = self._states()
-        self._lacks_kfac = not saved and bool(own or states)
-        self._waiting = {} if self._is_covered() else saved
         if saved:
             for each in states:
                 each.load(saved)
+        self._lacks_kfac = not saved and bool(own or states)
+        self._waiting = {} if self._is_covered() else saved
 
     def give_waiting_state(self, coverage: Coverage) -> None:
         """Load into a new KFAC what :meth:`load_state_dict` got before there was one."""

@@ -166,9 +166,10 @@ class KFAC:
         self.in_optimizer_state = True
         self.choice: Choice | None = None
         self._first_steps: FirstSteps | None = None
-        if (damping := adaptive(self._options["damping"])) is not None:
-            damping.restart()
         self._build(model, self._options)
+        # A construction that fails must not change the damping of a KFAC that runs.
+        if self._adaptive is not None:
+            self._adaptive.restart()
         if self._coverage is not None:
             self._take_waiting_state(self._coverage)
         if self._options["max_overhead"] is not None:

@@ -127,8 +127,9 @@ def muon(
         adam_lr: The learning rate of Adam.
         betas: Adam's decay of the running means of the gradient and of its square.
         eps: Adam's, added to the root of the second moment.
-        params: Parameters or parameter groups. Groups may have their own ``weight_decay`` but no
-            other options. By default all trained parameters of the model are one group.
+        params: Parameters, named parameters or parameter groups. Groups may have their own
+            ``weight_decay`` but no other options. By default all trained parameters of the model
+            are one group.
 
     Returns:
         The optimizer. It needs no package but torch.
@@ -159,7 +160,7 @@ def muon(
                 f"muon(): a group has the options {sorted(other)}, which would be ignored. A group "
                 "may have params and weight_decay"
             )
-        every = list(group["params"])
+        every = _tensors(group["params"])
         decay = group.get("weight_decay", weight_decay)
         # A class token [1, 1, d] or positions [1, n, d] have one row: they are vectors.
         hidden = [p for p in every if p.ndim > 1 and len(p) > 1 and id(p) not in for_adam]
@@ -173,6 +174,12 @@ def muon(
             split.append({"params": some, "use_muon": True, "weight_decay": decay, **of_muon})
         split.append({"params": rest, "use_muon": False, "weight_decay": decay, **of_adam})
     return Muon([group for group in split if group["params"]])
+
+
+def _tensors(params: Any) -> list[Tensor]:
+    """Return the parameters of a group: one tensor, tensors, or pairs of name and tensor."""
+    every = [params] if isinstance(params, Tensor) else params
+    return [p[1] if isinstance(p, tuple) else p for p in every]
 
 
 def _embeddings_and_last_layer(model: nn.Module) -> set[int]:

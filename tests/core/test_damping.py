@@ -60,6 +60,16 @@ def test_a_damping_that_nobody_adapts_warns_once_and_begins_again_in_another_kfa
     assert math.isnan(damping.rho)
 
 
+def test_a_construction_that_fails_leaves_the_damping_of_another_kfac():
+    model, damping = nn.Sequential(nn.Linear(3, 2)), LevenbergMarquardt(initial=0.1, interval=1)
+    kfac = kfac_of(model, damping=damping)
+    damping.update(1.0, -1.0)
+    now = damping.value
+    with pytest.raises(RuntimeError, match="has another KFAC already"):
+        kfac_of(model, damping=damping)
+    assert kfac.damping == now != 0.1
+
+
 def test_a_step_without_gradients_says_nothing_about_the_damping():
     model, damping = nn.Sequential(nn.Linear(3, 2)), LevenbergMarquardt(initial=0.1, interval=1)
     kfac = kfac_of(model, damping=damping)

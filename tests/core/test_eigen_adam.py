@@ -578,6 +578,20 @@ def test_layers_that_a_step_does_not_reach_keep_their_moments():
     torch.testing.assert_close(model["a"].weight, each["a"].weight)
 
 
+def test_maximize_takes_the_steps_that_minimize_the_negative_loss():
+    models = Net(), Net()
+    for sign, model in zip((1, -1), models, strict=True):
+        group = {"params": model.parameters(), "maximize": sign < 0, "weight_decay": 0.1}
+        optimizer = eigen_adam(model, LR, params=[group])
+        for i in range(3):
+            x, y = batch(i)
+            optimizer.zero_grad()
+            (sign * F.cross_entropy(model(x), y)).backward()
+            optimizer.step()
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 MISUSE = {
     "SGD": (lambda m: KFAC(m, SGD(m.parameters(), 0.1), method="eigen_adam"), "EigenAdam"),
     "momentum": (
@@ -592,6 +606,10 @@ MISUSE = {
     "grafting": (lambda m: eigen_adam(m, kfac={"grafting": True}), "grafting"),
     "unknown choice": (lambda m: eigen_adam(m, orthogonalize="all"), "linear, none"),
     "unknown solver": (lambda m: eigen_adam(m, decomposition="svd"), "qr, eigh"),
+    "amsgrad": (
+        lambda m: eigen_adam(m, params=[{"params": m.parameters(), "amsgrad": True}]),
+        "Remove amsgrad",
+    ),
     "scale": (lambda m: eigen_adam(m, orthogonal_scale=0.0), "orthogonal_scale"),
     "update_clip": (lambda m: eigen_adam(m, update_clip=0.0), "update_clip=0.0"),
     "steps": (lambda m: eigen_adam(m, orthogonal_steps=0), "orthogonal_steps"),

@@ -325,9 +325,13 @@ def test_a_damaged_state_is_refused():
     ):
         saved = through_a_file(optimizer.state_dict())
         damage(saved["state"][4]["kfac"])
+        saved["param_groups"][0]["lr"] = 9.0
+        saved["state"][2]["step"] += 5
         with pytest.raises(ValueError, match="state") as error:
             optimizer.load_state_dict(saved)
         assert "\n" not in str(error.value)
+        assert optimizer.param_groups[0]["lr"] == LR
+        assert optimizer.state_dict()["state"][2]["step"] == 2
 
 
 def test_a_copy_is_refused():

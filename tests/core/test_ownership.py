@@ -1,6 +1,7 @@
 """A module has at most one KFAC; a KFAC that is gone leaves nothing behind."""
 
 import gc
+from weakref import ref
 
 import pytest
 import torch
@@ -82,6 +83,26 @@ def test_a_kfac_that_nobody_holds_is_gone(times):
     assert not hooks_on(model)
     assert stance() == "default"
     KFAC(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.LSTM(4, 4), lambda: nn.TransformerEncoderLayer(4, 2, 8)]
+)
+def test_the_factors_of_a_detached_kfac_need_no_garbage_collection(make):
+    model = make()
+    kfac = KFAC(model, sgd(model))
+    output = model(torch.randn(5, 3, 4))
+    (output[0] if isinstance(output, tuple) else output).square().mean().backward()
+    kfac.step()
+    factors = ref(kfac._executor.store)
+    del output
+    gc.disable()
+    try:
+        kfac.detach()
+        del kfac
+        assert factors() is None
+    finally:
+        gc.enable()
 
 
 def test_an_attached_kfac_is_gone_with_its_optimizer():

@@ -206,6 +206,18 @@ def test_muon_knows_weights_of_inputs_times_outputs():
     torch.testing.assert_close(conv.weight.T, linear.weight)
 
 
+def test_muon_takes_named_parameters_and_groups_of_one_tensor():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+
+    def groups(params):
+        return [[*map(id, group["params"])] for group in muon(model, params=params).param_groups]
+
+    want = groups(model.parameters())
+    assert groups(model.named_parameters()) == want
+    assert groups([{"params": list(model.named_parameters())}]) == want
+    assert groups([{"params": model[0].weight}]) == [[id(model[0].weight)]]
+
+
 def test_muon_refuses_what_it_would_ignore():
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=r"options \['lr'\], which would be ignored"):

@@ -176,7 +176,9 @@ class Capture:
                 self._handles.append(
                     module.register_forward_hook(hook, with_kwargs=True, prepend=True)
                 )
-        self._contexts += forward_contexts(layers, lambda: self.enabled)
+        # Not self: a cycle would keep the factors of a detached KFAC until a garbage collection.
+        eager = self._eager
+        self._contexts += forward_contexts(layers, lambda: eager.enabled)
         self._handles += self._eager.hooks(model, layers)
         self._handles.append(model.register_forward_hook(SafeHook(self._see_output)))
         end = SafeHook(self._end_forward)

@@ -214,7 +214,7 @@ class ShardedGradients:
     def cosines(self) -> Tensor:
         """Return the cosine between both, of each of :attr:`names`."""
         dots, new, old, _ = self._products.unbind(1)
-        return dots / (new * old).sqrt().clamp_min(1e-8)
+        return dots / (new.sqrt() * old.sqrt()).clamp_min(torch.finfo(dots.dtype).tiny)
 
     def write(
         self, scales: Sequence[Tensor] | None, of_old: Sequence[Tensor] | None = None

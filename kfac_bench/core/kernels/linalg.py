@@ -198,12 +198,15 @@ def largest_eigenvalue(matrix: Tensor, rounds: int = 8) -> Tensor:
     """
     # The column of the largest diagonal element: unlike other vectors, it cannot be orthogonal to
     # all eigenvectors of large eigenvalues.
-    index = matrix.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
-    vector = matrix.take_along_dim(index, -1)
+    largest, index = (x[..., None, None] for x in matrix.diagonal(dim1=-2, dim2=-1).max(-1))
+    # It is also the largest of all elements. Without the division, squares of small or large
+    # elements would leave the range of float32.
+    scaled = matrix / largest.clamp_min(torch.finfo(matrix.dtype).tiny)
+    vector = scaled.take_along_dim(index, -1)
     for _ in range(rounds):
-        vector = matrix @ torch.nn.functional.normalize(vector, dim=-2)
+        vector = scaled @ torch.nn.functional.normalize(vector, dim=-2)
     norm: Tensor = torch.linalg.vector_norm(vector, dim=(-2, -1))
-    return norm
+    return norm * largest[..., 0, 0]
 
 
 def rotate(x: Tensor, a: Tensor | Blocks | None, g: Tensor | Blocks | None) -> Tensor:

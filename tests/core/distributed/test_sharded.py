@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from kfac_bench import KFAC
 from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
 from kfac_bench.core.distributed.dtensor import full, local, shard_like
+from kfac_bench.core.execution.gradients import ShardedGradients
 from kfac_bench.core.planning.plan import METHODS, STRATEGIES, GatherGradients
 from tests.support.distributed import run_ranks
 from tests.support.quick import quick_if, slow
@@ -370,6 +371,15 @@ def test_bf16_follows_fp32(kind):
     cosines = run_ranks(2, bf16_on_rank, kind)
     assert cosines[0] == cosines[1]
     assert min(cosines[0]) > 0.98
+
+
+@pytest.mark.parametrize("square", [0.0, 1e-30, 1.0])
+def test_the_cosine_of_small_gradients(square):
+    model = nn.Sequential(nn.Linear(3, 2))
+    model[0].weight.grad = torch.ones(2, 3)
+    gradients = ShardedGradients(KFAC(model, sgd(model))._layers, world_size=1)
+    gradients.keep_products(torch.tensor([0.5 * square, square, square, 1.0]))
+    assert gradients.cosines().item() == pytest.approx(0.5 if square else 0.0)
 
 
 def scaled_on_rank(overflow):

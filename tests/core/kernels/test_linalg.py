@@ -398,6 +398,13 @@ def test_factors_of_convolutions_whose_kernels_meet_padding(offsets, threads, mo
     assert eigh.calls == ["float32"] * 6
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-20, 1.0, 1e20])
+def test_the_largest_eigenvalue_of_a_matrix_of_any_scale(scale):
+    matrices = factors_of(2, 16, rows=64, dtype=torch.float32) * scale
+    want = torch.linalg.eigvalsh(matrices.double())[:, -1].float()
+    torch.testing.assert_close(linalg.largest_eigenvalue(matrices), want, rtol=0.05, atol=0)
+
+
 # Damping of the product
 
 
