@@ -588,7 +588,8 @@ def test_maximize_takes_the_steps_that_minimize_the_negative_loss():
             optimizer.zero_grad()
             (sign * F.cross_entropy(model(x), y)).backward()
             optimizer.step()
-    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+    minimized, maximized = models
+    for ours, theirs in zip(minimized.parameters(), maximized.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
