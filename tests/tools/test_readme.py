@@ -380,6 +380,23 @@ def test_the_times_of_steps_follow_from_the_kept_files():
         for setting, cell in zip(((1, 10), (10, 100)), cells, strict=True):
             told[name, method, *setting] = cell
     assert told == {key: f"{ratio:.2f}" for key, ratio in ratios.items()}
+    entries = [entry for results in speed.kept() for entry in results["models"]]
+    used = [entry["memory_bytes"] for entry in entries if entry["memory_bytes"]]
+    over = [100 * (each[m] / each["sgd"] - 1) for each in used for m in ("eigen", "inverse")]
+    found = re.findall(r"^\|.* \| (\+\d+ %) \|$", page, re.MULTILINE)
+    assert found == [f"{percent:+.0f} %" for percent in over]
+    # The interval of 10 and 100 steps is the second one.
+    steps = {
+        (entry["name"], name): summary
+        for entry in entries
+        for interval in entry["intervals"][1:]
+        for name, summary in interval["summary"].items()
+    }
+    slowest = [x["slowest_over_median"] for (_, name), x in steps.items() if name != "sgd"]
+    first = max(x["first_s"] / x["median_s"] for x in steps.values())
+    text = " ".join(page.split())
+    assert f"they take {min(slowest):.1f}x to {max(slowest):.1f}x the median step" in text
+    assert f"takes up to {first:.1f}x the median step" in text
 
 
 def test_the_tables_of_step_costs_follow_from_the_kept_files():
