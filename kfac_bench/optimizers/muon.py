@@ -52,7 +52,10 @@ class Muon(Optimizer):
         if group["nesterov"]:
             momenta = list(torch._foreach_lerp(grads, momenta, group["momentum"]))
         matrices = torch.stack([full(each).flatten(1) for each in momenta])
-        updates = linalg.orthogonalize_bfloat16(matrices, NEWTON_SCHULZ_STEPS).to(matrices.dtype)
+        # Rounding to bfloat16 does no harm, but it costs time where products in it are slow.
+        is_fast = linalg.has_fast_bfloat16(matrices.device)
+        dtype = torch.bfloat16 if is_fast else torch.float32
+        updates = linalg.orthogonalize(matrices, NEWTON_SCHULZ_STEPS, dtype).to(matrices.dtype)
         rate = group["lr"] * max(1.0, matrices.shape[1] / matrices.shape[2]) ** 0.5
         parts = [shard_like(u.reshape(p.shape), p) for p, u in zip(params, updates, strict=True)]
         torch._foreach_add_(params, parts, alpha=-rate)

@@ -190,7 +190,7 @@ def _orthogonalize_and_rotate(
     if rule.has_bfloat16 and is_large:
         # The singular values of X are about equal, so rounding changes no direction by much. Not so
         # the gradient: in some directions it is far smaller than in others, so float32 rotates it.
-        x = linalg.orthogonalize_bfloat16(update, steps)
+        x = linalg.orthogonalize(update, steps, torch.bfloat16)
         a, g = (None if basis is None else basis.bfloat16() for basis in (a, g))
         return linalg.rotate(x, a, g).to(update.dtype).mul_(scale)
     # P acts on the smaller side, so it joins the rotation of that side.

@@ -278,16 +278,16 @@ def orthogonalizer(gram: Tensor, steps: int) -> Tensor:
     return product * square.rsqrt()
 
 
-def orthogonalize_bfloat16(x: Tensor, steps: int) -> Tensor:
-    """Return :func:`orthogonalizer` times x [batch, m, n], computed in bfloat16.
+def orthogonalize(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """Return :func:`orthogonalizer` times x [batch, m, n], computed in ``dtype``.
 
     It applies the polynomials to X itself, as Muon does: the polynomials of x x^T would lose more
-    digits in bfloat16. The result has a relative error of about 1 %.
+    digits in bfloat16. There the result has a relative error of about 1 %.
     """
     a, b, c = QUINTIC
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     is_tall = x.shape[-2] > x.shape[-1]
-    x = (x / (norm + torch.finfo(x.dtype).tiny)).bfloat16()
+    x = (x / (norm + torch.finfo(x.dtype).tiny)).to(dtype)
     x = x.mT if is_tall else x
     for _ in range(steps):
         gram = torch.bmm(x, x.mT)
