@@ -341,10 +341,10 @@ class KFACOptions(TypedDict, total=False):
             meaning="what G is made of: gradients of the loss (empirical), or gradients for labels "
             "from the model: one sample (mc) or all labels (type2)",
             details="""
-                ``empirical`` costs nothing extra. ``type2`` takes the exact expectation over the
-                labels, with one backward per class, or per output of a ``gaussian`` or
-                ``bernoulli`` likelihood. ``mc`` and ``type2`` need a call of
-                :meth:`fisher_backward` in each step.
+                ``empirical`` costs nothing extra. ``type2`` takes the expectation over the labels
+                (with random signs for tokens and pixels), with one backward per class, or per
+                output of a ``gaussian`` or ``bernoulli`` likelihood. ``mc`` and ``type2`` need a
+                call of :meth:`fisher_backward` in each step.
                 """,
         ),
     ]

@@ -1,13 +1,18 @@
 """Kept results: commits of the history, and held-out tasks that no optimizer met too early."""
 
+import math
 import subprocess
+from collections import Counter
 from pathlib import Path
+from statistics import median
 
 import pytest
 
+from benchmarks.contest import packed_runs
+from benchmarks.contest.interpolated import reached
 from benchmarks.contest.result_store import ResultStore
 from benchmarks.contest.sitting import ALL
-from benchmarks.contest.spaces import centred
+from benchmarks.contest.spaces import centred, factors
 from benchmarks.contest.studies import PART
 from kfac_bench.benchmark import schema, suite
 from kfac_bench.record.events import RunStarted
@@ -73,3 +78,39 @@ def test_the_ranges_are_those_that_the_pilot_gives():
         given = contest.tuning.space[optimizer]
         for option, values in ranges.items():
             assert given[option] == values, (optimizer, option)
+
+
+@pytest.mark.parametrize("name", ["pilot", "contest"])
+def test_a_file_has_each_run_once(name):
+    for path in (ROOT / "benchmarks/results" / name).rglob("*.gz"):
+        again = Counter(run.key for run in packed_runs.read(path))
+        assert max(again.values()) == 1, path
+
+
+def test_the_table_has_the_winner_of_each_study():
+    contest = schema.load("contest")
+    store = ResultStore(ROOT / "benchmarks/results", "contest", PART, contest.axes["task"])
+    for task in contest.axes["task"]:
+        speed = factors(store.runs(task, "baseline"))
+
+        def seconds(run, speed=speed):
+            return reached(run).seconds * speed.get(run.sitting, 1.0)
+
+        trials, finals = store.runs(task, "trial"), store.runs(task, "final")
+        for run in store.runs(task, "table"):
+            seed = contest.tuning.seeds[contest.seeds.index(run.seed)]
+            medians = {}
+            mine = (t for t in trials if (t.optimizer, t.seed) == (run.optimizer, seed))
+            for trial in sorted(mine, key=seconds)[:3]:
+                more = (
+                    final
+                    for final in finals
+                    if (final.optimizer, final.seed // 1000) == (run.optimizer, seed)
+                    and final.settings == trial.settings
+                )
+                times = [*map(seconds, (trial, *more))]
+                medians[str(trial.settings)] = median(times)
+                assert len(times) == (1 if times[0] == math.inf else 3)
+            # Without any trial that met the target, the best metric decides.
+            if min(medians.values()) < math.inf:
+                assert str(run.settings) == min(medians, key=medians.get), (task, run.name)
