@@ -54,7 +54,13 @@ class Attachment:
         scaler: Scaler | None,
     ) -> None:
         self._precondition, self._scaler = precondition, scaler
-        self._handle = innermost(optimizer).register_step_pre_hook(self._before_step)
+        inner = innermost(optimizer)
+        if not isinstance(inner, Optimizer):
+            raise TypeError(
+                f"attach() needs a torch.optim.Optimizer, not a {type(inner).__name__} object: "
+                "call step() yourself, before the optimizer's step"
+            )
+        self._handle = inner.register_step_pre_hook(self._before_step)
 
     def remove(self) -> None:
         """Remove the hook from the optimizer."""
@@ -105,17 +111,9 @@ def innermost(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer inside the wrappers of frameworks (Accelerate, Lightning).
 
     A wrapper has the wrapped optimizer in ``optimizer``, and calls its ``step()``.
-
-    Raises:
-        TypeError: There is no ``torch.optim.Optimizer`` inside.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"attach() needs a torch.optim.Optimizer, not a {type(optimizer).__name__} object: "
-            "call step() yourself, before the optimizer's step"
-        )
     return optimizer
 
 

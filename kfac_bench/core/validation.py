@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from kfac_bench.core.attachment import innermost
 from kfac_bench.core.damping import adaptive
 from kfac_bench.core.distributed.dtensor import any_tensor_parallel, is_offloaded
 from kfac_bench.core.execution.adam import AdamRule
@@ -102,7 +103,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
             f"the optimizer is {optimizer!r}, expected an optimizer object: "
             "KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))"
         )
-    if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
+    if isinstance(innermost(optimizer), torch.optim.LBFGS):
         raise ValueError(
             "LBFGS computes several gradients in a step and has its own curvature: use K-FAC with "
             "an optimizer such as SGD or Adam"

@@ -21,10 +21,21 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_lbfgs_is_refused():
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer of a framework, with the real one inside."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+
+def test_lbfgs_is_refused_also_inside_wrappers():
     model = network()
-    with pytest.raises(ValueError, match="LBFGS computes several gradients in a step"):
-        KFAC(model, torch.optim.LBFGS(model.parameters()))
+    optimizer = torch.optim.LBFGS(model.parameters())
+    for _ in range(3):
+        with pytest.raises(ValueError, match="LBFGS computes several gradients in a step"):
+            KFAC(model, optimizer)
+        optimizer = Wrapper(optimizer)
 
 
 def refuse_fsdp1():
