@@ -126,15 +126,17 @@ def unscale_fused(optimizer: Optimizer) -> Tensor | None:
     makes the kernel skip the update, so nothing here reads from the device.
     """
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    if scale is None:
-        return None
+    of_loss: Tensor | None = getattr(scale, "of_loss", None)
+    if scale is None or of_loss is not None:  # another KFAC has unscaled
+        return of_loss
     inverse = scale.double().reciprocal().float()
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None:
                 p.grad.mul_(inverse.to(p.grad.device, non_blocking=True))
-    # None is what GradScaler itself sets after the user's own unscale_().
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    # The kernel need not unscale any more. GradScaler deletes the attribute after the step.
+    optimizer.grad_scale = unscaled = torch.ones_like(scale)  # type: ignore[attr-defined]
+    unscaled.of_loss = scale  # type: ignore[attr-defined]
     return scale
 
 
