@@ -140,8 +140,8 @@ def test_the_list_of_skipped_modules_is_short():
         ({"skip": "head"}, r"skip='head': give a list of patterns, such as skip=\['head'\]"),
         ({"skip": ["head("]}, r"skip: 'head\(' is no regular expression: missing \)"),
         ({"damping": "auto"}, "damping='auto' at step 0: must be a number, or a function"),
-        ({"max_dim": None}, "max_dim=None: choose a whole number of rows of at least 1"),
-        ({"max_dim": 0}, "max_dim=0: choose"),
+        ({"max_dim": None}, "max_dim=None: must be a whole number of at least 1$"),
+        ({"max_dim": 0}, "max_dim=0: must be"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options, said):
