@@ -54,7 +54,13 @@ class Attachment:
         scaler: Scaler | None,
     ) -> None:
         self._precondition, self._scaler = precondition, scaler
-        self._handle = innermost(optimizer).register_step_pre_hook(self._before_step)
+        inner = innermost(optimizer)
+        if not isinstance(inner, Optimizer):
+            raise TypeError(
+                f"attach() needs a torch.optim.Optimizer, not a {type(inner).__name__} object: "
+                "call step() yourself, before the optimizer's step"
+            )
+        self._handle = inner.register_step_pre_hook(self._before_step)
 
     def remove(self) -> None:
         """Remove the hook from the optimizer."""
@@ -105,17 +111,9 @@ def innermost(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer inside the wrappers of frameworks (Accelerate, Lightning).
 
     A wrapper has the wrapped optimizer in ``optimizer``, and calls its ``step()``.
-
-    Raises:
-        TypeError: There is no ``torch.optim.Optimizer`` inside.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"attach() needs a torch.optim.Optimizer, not a {type(optimizer).__name__} object: "
-            "call step() yourself, before the optimizer's step"
-        )
     return optimizer
 
 
@@ -128,15 +126,17 @@ def unscale_fused(optimizer: Optimizer) -> Tensor | None:
     makes the kernel skip the update, so nothing here reads from the device.
     """
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    if scale is None:
-        return None
+    of_loss: Tensor | None = getattr(scale, "of_loss", None)
+    if scale is None or of_loss is not None:  # another KFAC has unscaled
+        return of_loss
     inverse = scale.double().reciprocal().float()
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None:
                 p.grad.mul_(inverse.to(p.grad.device, non_blocking=True))
-    # None is what GradScaler itself sets after the user's own unscale_().
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    # The kernel need not unscale any more. GradScaler deletes the attribute after the step.
+    optimizer.grad_scale = unscaled = torch.ones_like(scale)  # type: ignore[attr-defined]
+    unscaled.of_loss = scale  # type: ignore[attr-defined]
     return scale
 
 

@@ -36,7 +36,7 @@ class LevenbergMarquardt:
     loss, the damping is multiplied by ``decay ** interval`` if rho is above 3/4, and divided by it
     if rho is below 1/4.
 
-    Each KFAC needs an object of its own: a new KFAC begins again with ``initial``.
+    Each KFAC adapts a copy of its own, which begins with ``initial``: see :attr:`KFAC.damping`.
 
     Raises:
         ValueError: An option is out of range.
@@ -68,10 +68,6 @@ class LevenbergMarquardt:
             raise ValueError(f"{self}: needs interval >= 1")
         if self.terms < 1:
             raise ValueError(f"{self}: needs terms >= 1")
-
-    def restart(self) -> None:
-        """Begin again with ``initial``, as a new :class:`KFAC` does."""
-        self.value, self.rho = self.initial, math.nan
 
     def __call__(self, step: int) -> float:
         """Return the damping now, as a schedule does."""

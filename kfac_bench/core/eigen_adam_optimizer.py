@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from kfac_bench.core.attachment import innermost
 from kfac_bench.core.distributed.dtensor import is_sharded
 from kfac_bench.core.execution.adam import AdamRule
 from kfac_bench.core.kfac_options import EIGEN_ADAM_BETAS, EigenAdamOptions
@@ -342,9 +343,8 @@ class EigenAdam(AdamW):
 
 def find_eigen_adam(optimizer: Optimizer) -> EigenAdam | None:
     """Return the EigenAdam inside the wrappers of frameworks, None if there is none."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    return optimizer if isinstance(optimizer, EigenAdam) else None
+    inner = innermost(optimizer)
+    return inner if isinstance(inner, EigenAdam) else None
 
 
 def _by_type(params: Iterable[Tensor]) -> Iterable[list[Tensor]]:

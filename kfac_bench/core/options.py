@@ -7,6 +7,7 @@ tables are in :mod:`.kfac_options`. The command line must start fast, so this fi
 
 import difflib
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -44,17 +45,23 @@ class Option:
         lines = textwrap.wrap(f"{text} {first}", 92, subsequent_indent="    ")
         return "\n".join(lines) + gap + textwrap.indent(others, "    ")
 
-    def check(self, name: str, value: Any, *, may_be_none: bool = False) -> None:
-        """Raise ValueError if the value is not among the choices, or outside the range."""
+    def check(self, name: str, value: Any, hint: Any) -> None:
+        """Raise ValueError if the value is not among the choices, or outside the range.
+
+        A number above a bound must be finite, and a number with a smallest value must be whole.
+        """
+        may_be_none = type(None) in get_args(hint)
         if self.choices and value not in self.choices:
             raise ValueError(f"{name}={value!r}: choose one of {', '.join(self.choices)}")
         if value is None and may_be_none:
             return
         suffix = ", or None" if may_be_none else ""
-        if self.above is not None and not value > self.above:
-            raise ValueError(f"{name}={value}: must be above {self.above:g}{suffix}")
-        if self.at_least is not None and not value >= self.at_least:
-            raise ValueError(f"{name}={value}: must be at least {self.at_least:g}{suffix}")
+        if self.above is not None and not self.above < value < math.inf:
+            raise ValueError(f"{name}={value}: must be above {self.above:g} and finite{suffix}")
+        if self.at_least is not None and not (type(value) is int and value >= self.at_least):
+            raise ValueError(
+                f"{name}={value!r}: must be a whole number of at least {self.at_least:g}{suffix}"
+            )
 
 
 def table(options: Any) -> dict[str, Option]:
@@ -85,7 +92,7 @@ def checked(owner: str, options: Any, given: Mapping[str, Any]) -> dict[str, Any
     check_names(owner, known, given)
     values = {name: option.default for name, option in known.items()} | dict(given)
     for name, option in known.items():
-        option.check(name, values[name], may_be_none=type(None) in get_args(hints[name]))
+        option.check(name, values[name], hints[name])
     return values
 
 

@@ -8,7 +8,7 @@ through these files.
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Self, Unpack
 
 from torch import Tensor, nn
@@ -156,6 +156,8 @@ class KFAC:
     ) -> None:
         check_names("KFAC", OPTIONS, options)
         self._options = defaults() | with_preset(options, preset)
+        if (damping := adaptive(self._options["damping"])) is not None:
+            self._options["damping"] = replace(damping)  # two KFACs may get the same object
         self.fisher, self.background = self._options["fisher"], self._options["background"]
         self.collective = collective or default_collective(model)
         self._optimizer, self._others, self._layer_types = optimizer, model_parallel, layer_types
@@ -167,9 +169,6 @@ class KFAC:
         self.choice: Choice | None = None
         self._first_steps: FirstSteps | None = None
         self._build(model, self._options)
-        # A construction that fails must not change the damping of a KFAC that runs.
-        if self._adaptive is not None:
-            self._adaptive.restart()
         if self._coverage is not None:
             self._take_waiting_state(self._coverage)
         if self._options["max_overhead"] is not None:

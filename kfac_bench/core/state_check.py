@@ -75,12 +75,19 @@ def check(
 def without_moments(
     merged: Mapping[str, Mapping[str, Any]], plan: Plan, states: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Return the layers of a plan with Adam's moments whose moments a state of some steps lacks."""
+    """Return the layers of a plan with Adam's moments whose moments a state of some steps lacks.
+
+    A layer that has had no gradient has no moments, and no statistics: the weight of A is 0.
+    """
     if plan.method != EIGEN_ADAM:
         return []
     left = states[0].get("left", [])
-    names = (placement.layer.name for placement in plan.placements)
-    return [name for name in names if name not in left and "adam" not in merged.get(name, {})]
+    layers = (placement.layer for placement in plan.placements if placement.layer.name not in left)
+    return [
+        layer.name
+        for layer in layers
+        if "adam" not in merged[layer.name] and merged[layer.name][layer.factors[0]]["weight"] > 0
+    ]
 
 
 def choice(states: Sequence[Mapping[str, Any]]) -> Choice | None:

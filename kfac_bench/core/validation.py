@@ -4,7 +4,6 @@ An object of another kind than a model or an optimizer is a ``TypeError``. All o
 ``ValueError``.
 """
 
-import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from kfac_bench.core.attachment import innermost
 from kfac_bench.core.damping import adaptive
 from kfac_bench.core.distributed.dtensor import any_tensor_parallel, is_offloaded
 from kfac_bench.core.execution.adam import AdamRule
@@ -20,6 +20,7 @@ from kfac_bench.core.execution.gradients import any_sharded
 from kfac_bench.core.kfac_options import OPTIONS, KFACOptions, state_dtypes, unused_by_eigen_adam
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.coverage import SkippedModule
+from kfac_bench.core.options import types
 from kfac_bench.core.planning.plan import EIGEN_ADAM, IDENTITY, STRATEGY_TABLE, Plan
 
 MOST_ROWS = 10
@@ -29,25 +30,28 @@ MOST_ROWS = 10
 def check_options(options: KFACOptions) -> None:
     """Check all options that need neither the model nor the optimizer."""
     values: Mapping[str, object] = options
-    for name in ("factor_init", "factor_convention", "fisher", "weight_sharing", "state_dtype"):
-        choices: Sequence[object] = OPTIONS[name].choices
-        if name == "state_dtype":
-            choices = [*state_dtypes().values()]
-        if (value := values[name]) not in choices:
-            raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
+    hints = types(KFACOptions)
+    names = ["factor_init", "factor_convention", "fisher", "weight_sharing"]
+    names += ["trust_ratio", "max_dim", "block_size", "max_overhead"]
+    for name in names:
+        OPTIONS[name].check(name, values[name], hints[name])
+    dtype, dtypes = options["state_dtype"], state_dtypes().values()
+    if dtype not in dtypes:
+        raise ValueError(f"state_dtype={dtype!r}: choose one of {', '.join(map(str, dtypes))}")
     row, fraction = STRATEGY_TABLE.get(options["strategy"]), options["grad_worker_fraction"]
     if row is not None and fraction is not None and not row.adjustable:
         raise ValueError(
             f"grad_worker_fraction={fraction} has no effect with strategy={options['strategy']}, "
             "which has a fraction of its own: choose strategy=hybrid_opt"
         )
-    _check_coverage(options["skip"], options["max_dim"])
-    _check_block_size(options["block_size"], options["method"])
+    if options["block_size"] is not None and options["method"] == EIGEN_ADAM:
+        raise ValueError(
+            f"block_size={options['block_size']} with method=eigen_adam, which needs whole "
+            "eigenvectors: leave block_size=None; max_dim limits the size of its factors"
+        )
+    _check_skip(options["skip"])
     _check_background(options)
     _check_budget(options)
-    ratio = options["trust_ratio"]
-    if ratio is not None and not 0 < ratio < math.inf:
-        raise ValueError(f"trust_ratio={ratio}: must be above 0 and finite, or None")
 
 
 def check_is_model(model: object, call: str) -> None:
@@ -102,7 +106,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
             f"the optimizer is {optimizer!r}, expected an optimizer object: "
             "KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))"
         )
-    if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
+    if isinstance(innermost(optimizer), torch.optim.LBFGS):
         raise ValueError(
             "LBFGS computes several gradients in a step and has its own curvature: use K-FAC with "
             "an optimizer such as SGD or Adam"
@@ -139,8 +143,8 @@ def check_eigen_adam(options: KFACOptions, rule: AdamRule | None) -> None:
         )
 
 
-def _check_coverage(skip: Sequence[str], max_dim: object) -> None:
-    """Check the options that say which layers are covered, and by what factors."""
+def _check_skip(skip: Sequence[str]) -> None:
+    """Check the patterns of the layers that K-FAC leaves out."""
     if isinstance(skip, str):
         raise ValueError(f"skip={skip!r}: give a list of patterns, such as skip=[{skip!r}]")
     for pattern in skip:
@@ -148,23 +152,6 @@ def _check_coverage(skip: Sequence[str], max_dim: object) -> None:
             re.compile(pattern)
         except (re.error, TypeError) as error:
             raise ValueError(f"skip: {pattern!r} is no regular expression: {error}") from None
-    if not isinstance(max_dim, int) or isinstance(max_dim, bool) or max_dim < 1:
-        raise ValueError(f"max_dim={max_dim!r}: choose a whole number of rows of at least 1")
-
-
-def _check_block_size(block_size: object, method: str) -> None:
-    """Check the rows of the largest block, None if factors are not divided."""
-    if block_size is None:
-        return
-    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
-        raise ValueError(
-            f"block_size={block_size!r}: choose a number of rows of at least 1, or None"
-        )
-    if method == EIGEN_ADAM:
-        raise ValueError(
-            f"block_size={block_size} with method=eigen_adam, which needs whole eigenvectors: "
-            "leave block_size=None; max_dim limits the size of its factors"
-        )
 
 
 def _check_background(options: KFACOptions) -> None:
@@ -182,15 +169,10 @@ def _check_background(options: KFACOptions) -> None:
 
 
 def _check_budget(options: KFACOptions) -> None:
-    """Check the price that the user sets."""
+    """Check that the other options leave a budget something to choose."""
     budget = options["max_overhead"]
     if budget is None:
         return
-    if not 0 < budget < math.inf:
-        raise ValueError(
-            f"max_overhead={budget}: must be above 0 and finite, for example 0.25 for a quarter "
-            "more time per step, or None"
-        )
     if options["method"] in (EIGEN_ADAM, IDENTITY):
         raise ValueError(
             f"max_overhead={budget} with method={options['method']}, whose work cannot be divided "

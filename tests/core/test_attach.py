@@ -151,20 +151,23 @@ def test_with_a_scaler_nothing_else_changes(kind, clips, unscales):
         torch.testing.assert_close(factors_of(kfac)[key], factor, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("skips", [["Norm"], ["Norm|^0", "Norm|^3"]], ids=["one", "two"])
 @pytest.mark.parametrize("kind", ["fused sgd", "fused adam", "fused adamw"])
-def test_a_fused_optimizer_tells_the_scale_itself(kind):
-    model, optimizer = new(kind)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    kfac = KFAC(model, optimizer, **OPTIONS).attach()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, step)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    want_model, want = two_lines(kind)
+def test_a_fused_optimizer_tells_the_scale_to_each_kfac(kind, skips):
+    results = []
+    for is_scaled in (False, True):
+        model, optimizer = new(kind)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=is_scaled)
+        kfacs = [KFAC(model, optimizer, skip=[skip], **OPTIONS).attach() for skip in skips]
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((model, {k: f for kfac in kfacs for k, f in factors_of(kfac).items()}))
+    (want_model, want), (model, factors) = results
     assert_same(model, want_model, rtol=1e-4, atol=1e-5)
-    for key, factor in factors_of(want).items():
-        torch.testing.assert_close(factors_of(kfac)[key], factor, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(factors, want, rtol=1e-3, atol=1e-6)
 
 
 @ALL

@@ -408,7 +408,7 @@ def test_the_report_names_the_blocks():
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "512"])
 def test_a_size_that_is_no_number_of_rows_is_refused(size):
     model = tiny_model()
-    with pytest.raises(ValueError, match=r"block_size=.*: choose a number of rows of at least 1"):
+    with pytest.raises(ValueError, match=r"block_size=.* whole number of at least 1, or None"):
         KFAC(model, sgd(model), block_size=size)
 
 

@@ -467,6 +467,7 @@ def test_report_says_what_is_covered_and_why_not():
         ({"factor_update_freq": 1.5}, "factor_update_freq=1.5"),
         ({"factor_decay": 1}, "factor_decay=1"),
         ({"factor_convention": "foo"}, "choose one of kfc, sc20, kaisa"),
+        ({"state_dtype": "fp16"}, "choose one of torch.float32, torch.bfloat16, torch.float16"),
         ({"factor_init": "foo"}, "choose one of debiased, identity"),
         ({"strategy": "foo"}, "choose one of comm_opt"),
         ({"method": "foo"}, "choose one of eigen, inverse"),

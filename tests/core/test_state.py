@@ -215,3 +215,12 @@ def test_missing_moments_of_adam_are_said():
     with pytest.warns(UserWarning, match="lacks Adam's moments of 1 layers, such as 1, which"):
         kfac.load_state_dict(state)
     kfac.load_state_dict(saved)
+
+
+def test_a_layer_that_had_no_gradient_lacks_no_moments():
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    optimizer = eigen_adam(model)
+    model[0](torch.randn(16, 8)).square().mean().backward()
+    optimizer.step()
+    for each in (optimizer, optimizer.preconditioner):
+        each.load_state_dict(each.state_dict())  # a warning is an error

@@ -43,18 +43,14 @@ def node_of(weight: Tensor) -> Node:
 
 def will_run(node: Node) -> bool:
     """Return whether the running backward will add to ``.grad`` at ``node``."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        # torch.autograd.grad with respect to this weight returns the gradient instead.
-        return False
+    return not is_returned(node) and torch._C._will_engine_execute_node(node)
 
 
 def is_returned(node: Node) -> bool:
     """Return whether the running ``torch.autograd.grad`` returns the gradient of a weight."""
     try:
         torch._C._will_engine_execute_node(node)
-    except RuntimeError:
+    except RuntimeError:  # autograd does not say whether it executes such a node
         return True
     return False
 
