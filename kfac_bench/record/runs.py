@@ -15,6 +15,7 @@ from typing import Any
 from kfac_bench.config import problem_file
 from kfac_bench.config.option_table import declared, original_results
 from kfac_bench.config.options import RESULT
+from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.errors import UsageError, printable
 from kfac_bench.record.events import (
     EVENTS_FILE,
@@ -34,6 +35,7 @@ OPTIMIZERS = {
     "lamb": "LAMB",
     "muon": "Muon",
     "soap": "SOAP",
+    EIGEN_ADAM: "EigenAdam",
 }
 
 
@@ -269,7 +271,7 @@ def _optimizer_label(run: Run) -> str:
         return own
     name = _name(run, "optimizer")
     label = OPTIMIZERS.get(name, name)
-    return f"K-FAC + {label}" if has_kfac(run) else label
+    return f"K-FAC + {label}" if has_kfac(run) and name != EIGEN_ADAM else label
 
 
 def _shown(options: Mapping[str, str], keys: Sequence[str]) -> str:
