@@ -219,7 +219,16 @@ def group(runs: Iterable[Run]) -> list[Setting]:
         for setting in alike:
             suffix = f" ({_shown(setting.options, keys)})" if keys else ""
             settings.append(replace(setting, optimizer=setting.optimizer + suffix))
-    return sorted(settings, key=lambda s: (s.task, has_kfac(s.runs[0]), s.optimizer))
+    settings.sort(key=lambda s: (s.task, has_kfac(s.runs[0]), s.optimizer, str(s.runs[0].path)))
+    # The label that a user has given to a run may equal that of other settings.
+    unique: dict[tuple[str, str], Setting] = {}
+    for setting in settings:
+        label, count = setting.optimizer, 1
+        while (setting.task, label) in unique:
+            count += 1
+            label = f"{setting.optimizer} [{count}]"
+        unique[setting.task, label] = replace(setting, optimizer=label)
+    return list(unique.values())
 
 
 def differences(options: Sequence[Mapping[str, str]]) -> list[str]:

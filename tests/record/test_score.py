@@ -211,12 +211,34 @@ def test_the_same_run_twice_counts_once(tmp_path: Path) -> None:
 
 def test_labels_of_optimizers(tmp_path: Path) -> None:
     for i, (name, kfac) in enumerate(
-        [("sgd", False), ("adam", False), ("adamw", False), ("sgd", True), ("muon", True)]
+        [
+            ("sgd", False),
+            ("adam", False),
+            ("adamw", False),
+            ("sgd", True),
+            ("muon", True),
+            ("eigen_adam", True),
+        ]
     ):
         write_run(tmp_path / str(i), optimizer__name=name, kfac__enabled=kfac)
     settings = runs.group(runs.load(file) for file in runs.find(tmp_path))
     labels = [setting.optimizer for setting in settings]
-    assert labels == ["Adam", "AdamW", "SGD", "K-FAC + Muon", "K-FAC + SGD"]
+    assert labels == ["Adam", "AdamW", "SGD", "EigenAdam", "K-FAC + Muon", "K-FAC + SGD"]
+
+
+def test_a_given_label_that_another_setting_has_gets_a_number(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", optimizer__lr=0.1)
+    write_run(tmp_path / "b", optimizer__lr=0.2)
+    for i, label in enumerate(("SGD (lr 0.1)", "SGD (lr 0.2)", "SGD (lr 0.1) [2]")):
+        write_run(tmp_path / str(i), optimizer__lr=1 + i, label=label)
+    settings = runs.group(runs.load(file) for file in runs.find(tmp_path))
+    assert [(s.optimizer, s.runs[0].path.parent.name) for s in settings] == [
+        ("SGD (lr 0.1)", "0"),
+        ("SGD (lr 0.1) [2]", "a"),
+        ("SGD (lr 0.1) [2] [2]", "2"),
+        ("SGD (lr 0.2)", "1"),
+        ("SGD (lr 0.2) [2]", "b"),
+    ]
 
 
 def test_equal_labels_say_what_differs(tmp_path: Path) -> None:
