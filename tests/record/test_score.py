@@ -1,7 +1,9 @@
 """score.py: event files in, exact numbers out."""
 
+import cProfile
 import itertools
 import math
+import pstats
 import random
 import statistics
 from pathlib import Path
@@ -15,7 +17,15 @@ from hypothesis import strategies as st
 from kfac_bench.errors import UsageError
 from kfac_bench.record import runs, score
 from kfac_bench.record.event_log import EventLog, JsonlSink
-from kfac_bench.record.events import Evaluated, Event, Resumed, RunEnded, RunStarted, TargetReached
+from kfac_bench.record.events import (
+    Evaluated,
+    Event,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    TargetReached,
+    parse,
+)
 from kfac_bench.record.score import notes
 
 INF = math.inf
@@ -127,6 +137,19 @@ def test_no_evaluation_means_no_metric(tmp_path: Path) -> None:
 def test_events_that_a_resume_made_void_do_not_count(tmp_path: Path) -> None:
     events = (*reached(20, 3.0), Resumed(10, 1.5, "ckpt"), *reached(40, 6.0))
     assert score.time_to_target_s(runs.load(write_run(tmp_path / "a", *events))) == 6.0
+
+
+def test_a_file_of_many_resumes_is_read_in_linear_time(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", evaluated(1, 1.0, 0.5), Resumed(1, 1.0, "ckpt"))
+    started, *lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+
+    def calls(count: int) -> int:
+        profile = cProfile.Profile()
+        profile.runcall(parse, "".join([started, *(count * lines)]), folder)
+        return pstats.Stats(profile).total_calls
+
+    calls(1)  # what is read once
+    assert calls(400) < 5 * calls(100)
 
 
 def test_load_takes_the_folder_or_the_file_and_resolves(tmp_path: Path) -> None:
