@@ -25,6 +25,8 @@ from kfac_bench.record.own_files import read_own
 EVENTS_FILE = "events.jsonl"
 MOST_BYTES = 1 << 30
 """Limit of an event file, which is read as a whole."""
+MOST_WHOLE = 1 << 63
+"""Whole numbers are smaller: JSON has larger ones, which no float can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,11 +385,20 @@ def _check(hint: Any) -> Check:
         return lambda value: _those_that_are(of, value)
     if origin is Sequence:  # the readers of the list check its items
         return lambda value: value if isinstance(value, list) else []
-    if hint in (int, float):
-        return lambda value: hint(_exactly(value, int, float))
+    if hint is int:
+        return _whole
+    if hint is float:
+        return lambda value: float(_exactly(value, int, float))
     if hint is str:
         return lambda value: str(_exactly(value, str, int, float, type(None)))
     return lambda value: _exactly(value, hint)
+
+
+def _whole(value: Any) -> int:
+    number = int(_exactly(value, int, float))
+    if abs(number) >= MOST_WHOLE:
+        raise OverflowError
+    return number
 
 
 def _those_that_are(of: Check, value: Any) -> dict[str, Any]:

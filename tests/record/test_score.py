@@ -174,6 +174,7 @@ def test_load_takes_the_folder_or_the_file_and_resolves(tmp_path: Path) -> None:
             ' "higher_is_better": true, "config": {}, "environment": {}}\n',
             "'metric' is not of its type",
         ),
+        (f'{{"event": "RunEnded", "step": 1{400 * "0"}, "train_s": 0}}\n', "'step' is not of"),
     ],
 )
 def test_a_file_that_is_no_run_is_refused_in_one_line(
