@@ -658,3 +658,11 @@ def test_a_cell_that_could_not_start_is_not_called_failed(row, tmp_path):
     (shown,) = result_tables.attempts_table([attempt], tmp_path).rows
     assert shown[1] == "not run"
     assert "which it starts from" in shown[-1]
+
+
+def test_links_of_cells_are_quoted(row, tmp_path):
+    cell = grid.cells(ROW, str(tmp_path / "my runs|#1"), [0], "smoke")[0]
+    write(cell.path(), 0.5)
+    found = suite.attempts(replace(row, cells=[cell], computed=[]))
+    table = result_tables.attempts_table(found, tmp_path)
+    assert f"(<my%20runs%7C%231/{cell.path().name}/events.jsonl>)" in table.markdown()
