@@ -254,6 +254,7 @@ def test_a_computed_cell_has_a_column_of_its_own(row):
     [
         ("simulate", ["hardware=longhorn_v100", "model=resnet50"], "needs the word 'ranks'"),
         ("plan", ["model=resnet8", "examples=many"], "invalid literal for int"),
+        ("simulate", ["hardware=longhorn_v100", "global=64", "part=32", "ranks=0"], "by zero"),
     ],
 )
 def test_wrong_words_of_computed_cells_are_a_failed_cell(tmp_path, kind, words, fragment):
