@@ -140,6 +140,11 @@ def test_batch_scripts_are_copied_and_a_changed_script_is_kept(tmp_path, monkeyp
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_no_file_is_read_in_the_encoding_of_the_locale():
+    files = (ROOT / "kfac_bench").rglob("*.py")
+    assert not [f for f in files if ".read_text()" in f.read_text(encoding="utf-8")]
+
+
 def test_the_citation_names_the_software_and_both_papers():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["authors"] == [{"name": "kfac_bench developers"}] == PROJECT["authors"]
