@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +16,7 @@ import yaml
 
 import kfac_bench
 from kfac_bench import cli
+from kfac_bench.benchmark import slurm_jobs
 from kfac_bench.config import compose
 from tests.support import ROOT
 
@@ -123,11 +125,16 @@ def slurm(*words):
 
 def test_batch_scripts_are_copied_and_a_changed_script_is_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "slurm", source)
+    names = {path.name for path in source.iterdir()} - {"site.sh"}
+    (source / "logs").mkdir()
+    (source / "site.sh").touch()
+    monkeypatch.setattr(slurm_jobs, "SCRIPTS", source)
     assert slurm("--to", "slurm") == 0
     said = capsys.readouterr().out
     assert "sbatch slurm/smoke.sbatch" in said
     assert "KFAC_SLURM" not in said
-    names = {p.name for p in (ROOT / "slurm").iterdir()} - {"site.sh"}
     assert {p.name for p in Path("slurm").iterdir()} == names
     Path("slurm/common.sh").unlink()
     Path("slurm/squad.sbatch").write_text("mine")
