@@ -1,8 +1,8 @@
 """``kfac-bench wandb upload``: replays event files into W&B.
 
-W&B's server says until when it has points of a run, and only later points are sent. So an
-interrupted upload continues, and a complete run is not sent twice. ``--offline`` writes an offline
-run for ``wandb sync`` where there is none.
+W&B's server says until when it has points of a run, and only the others are sent. So an interrupted
+upload continues, and a complete run is not sent twice. ``--offline`` writes an offline run for
+``wandb sync`` where there is none.
 """
 
 import dataclasses
@@ -128,7 +128,7 @@ def _upload(
         return
     logger = _logger(events, project, entity)
     logger.mode = "offline" if offline else "online"
-    run_id, until_s, state = logger.id or plain(started.run_id), -math.inf, ""
+    run_id, until_s, count, state = logger.id or plain(started.run_id), -math.inf, 0, ""
     if offline and local_runs(directory, run_id, "offline-run"):
         command = f"wandb sync {shlex.quote(str(directory / 'wandb'))}"
         yield (
@@ -137,9 +137,10 @@ def _upload(
         )
         return
     if not offline:
-        until_s, state = sent(run_id, str(logger.project), logger.entity)
+        until_s, count, state = sent(run_id, str(logger.project), logger.entity)
     wanted = points(events, directory)
-    todo = [point for point in wanted if point.train_s > until_s]
+    # Points of one step have the same time. W&B has the first ones of them.
+    todo = [point for point in wanted if point.train_s >= until_s][count:]
     # W&B calls a run crashed or running if it never heard of the end: then the end is sent again.
     if not todo and state in ("", "finished", "failed"):
         yield f"W&B has the last of {len(wanted)} points: nothing to send"
