@@ -6,8 +6,9 @@ printable, and a value that should be a number may be something else.
 
 import json
 import math
+import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,15 +119,32 @@ def find(path: Path) -> list[Path]:
     """Return the event files at ``path``: an event file, a run directory or a folder of runs.
 
     Raises:
-        UsageError: There is no event file.
+        UsageError: There is no event file, or a folder cannot be read.
     """
     if path.is_dir() and not (path / EVENTS_FILE).exists():
-        found = sorted(path.rglob(EVENTS_FILE))
+        found = [folder / EVENTS_FILE for folder in directories(path, _refuse_folder)]
         if not found:
             raise UsageError(f"{path}: no runs here (looked for {EVENTS_FILE} in all folders)")
         return found
     refuse_missing([path])
     return [path / EVENTS_FILE if path.is_dir() else path]
+
+
+def directories(root: Path, on_error: Callable[[OSError], object]) -> Iterator[Path]:
+    """Yield the run directories in ``root`` and in all folders below, in the order of names.
+
+    ``on_error`` gets the error of a folder that cannot be read.
+    """
+    for folder, names, files in os.walk(root, onerror=on_error):
+        names.sort()
+        if EVENTS_FILE in files:
+            names.clear()
+            yield Path(folder)
+
+
+def _refuse_folder(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # somebody else has removed it meanwhile
+        raise UsageError(f"{error.filename}: cannot be read ({error.strerror}). Name other folders")
 
 
 def number(value: object) -> float:

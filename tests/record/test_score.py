@@ -27,6 +27,7 @@ from kfac_bench.record.events import (
     parse,
 )
 from kfac_bench.record.score import notes
+from tests.support.denied import deny_listing
 
 INF = math.inf
 
@@ -188,7 +189,7 @@ def test_a_file_that_is_no_run_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_find_expands_a_folder_of_runs(tmp_path: Path) -> None:
+def test_find_expands_a_folder_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = write_run(tmp_path / "runs" / "demo" / "a")
     b = write_run(tmp_path / "runs" / "b")
     assert runs.find(tmp_path / "runs") == [b / "events.jsonl", a / "events.jsonl"]
@@ -198,6 +199,9 @@ def test_find_expands_a_folder_of_runs(tmp_path: Path) -> None:
         runs.find(tmp_path / "empty")
     with pytest.raises(UsageError, match="no such run"):
         runs.find(tmp_path / "absent")
+    deny_listing(monkeypatch, b.parent / "demo")
+    with pytest.raises(UsageError, match=r"runs/demo: cannot be read \(Permission denied\)"):
+        runs.find(tmp_path / "runs")
 
 
 def test_seeds_of_one_configuration_are_one_setting(tmp_path: Path) -> None:
