@@ -124,8 +124,8 @@ def _jobs(overrides: Sequence[str], config_dir: Path | None) -> Iterator[tuple[s
         try:
             (parsed,) = OverridesParser.create().parse_overrides([word])
             is_sweep = parsed.is_sweep_override()
-            values = parsed.sweep_string_iterator() if is_sweep else ()
-            values = list(itertools.islice(values, MOST_RUNS + 1))
+            every = parsed.sweep_string_iterator() if is_sweep else iter(())
+            values = list(itertools.islice(every, MOST_RUNS + 1))
         except Exception as error:  # Hydra raises exceptions of many classes for a wrong word
             raise compose.usage_error(error, [word]) from None
         key = parsed.get_key_element()
