@@ -144,6 +144,8 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", help=f"light, or some of {', '.join(ROWS)} (all)")
     parser.add_argument("--workers", default="2", help="processes of pytest")
     options = parser.parse_args()
+    if unknown := set(options.rows) - {"light", *ROWS}:
+        parser.error(f"{' '.join(sorted(unknown))}: no such row; choose light, {', '.join(ROWS)}")
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         build = [sys.executable, "-m", "build", "-w", "-n", "-o", folder, str(ROOT)]

@@ -94,10 +94,12 @@ def _study(options: argparse.Namespace) -> int:
     tasks = options.tasks.split(",") if options.tasks else []
     is_whole = studies.run_studies(benchmark, runs_dir, session, say, tasks)
     words = [options.benchmark, *(["--results", options.results] if options.results else [])]
-    if is_whole and not tasks:
-        say_next(command_line(f"{PROGRAM} tables", words), "the scores")
-    else:
+    if not is_whole or tasks:
+        words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
+        words += ["--tasks", options.tasks] if not is_whole and tasks else []
         say_next(command_line(f"{PROGRAM} study", words), "the runs that are missing")
+    elif options.results:
+        say_next(command_line(f"{PROGRAM} tables", words), "the scores")
     return 0
 
 

@@ -8,21 +8,13 @@ import math
 from collections.abc import Mapping
 from statistics import fmean, median
 
-from kfac_bench.benchmark.performance_profile import TAU_MAX, Times, ratios
+from kfac_bench.benchmark.performance_profile import TAU_MAX, Times, ratios, scores
 from kfac_bench.report.tables import Table, Value
 
 CAP = 4.0
 """The largest r of the geometric mean, which a miss has."""
 LEFT_OUT = 2
 """Tasks that the definition without the best tasks leaves out."""
-
-
-def area(times: Times, end: float = TAU_MAX) -> dict[str, float]:
-    """Return the area below each profile for tau from 1 to ``end``, divided by its width."""
-    return {
-        name: fmean(max(0.0, end - r) / (end - 1) for r in of_tasks.values())
-        for name, of_tasks in ratios(times).items()
-    }
 
 
 def geometric_mean(times: Times) -> dict[str, float]:
@@ -77,20 +69,20 @@ def table(seconds: Times, steps: Times, trials: Times) -> Table:
         steps: The same in steps.
         trials: See :func:`best_trials`.
     """
-    scores = {
-        f"area to {TAU_MAX:g}": area(seconds),
-        "to 2": area(seconds, 2.0),
-        "to 1.5": area(seconds, 1.5),
+    by_definition = {
+        f"area to {TAU_MAX:g}": scores(seconds),
+        "to 2": scores(seconds, 2.0),
+        "to 1.5": scores(seconds, 1.5),
         "geometric mean": geometric_mean(seconds),
         "mean rank": mean_rank(seconds),
-        "steps": area(steps),
+        "steps": scores(steps),
         "without its best two tasks": without_best_tasks(seconds),
-        "best trials": area(trials),
+        "best trials": scores(trials),
     }
-    order = scores[f"area to {TAU_MAX:g}"]
+    order = by_definition[f"area to {TAU_MAX:g}"]
     rows: list[list[Value]] = []
     for name in sorted(order, key=lambda n: (-order[n], n)):
-        cells = (_with_rank(of_all, name) for of_all in scores.values())
+        cells = (_with_rank(of_all, name) for of_all in by_definition.values())
         rows.append([name, *cells])
     notes = [
         f"Area: below the profile, for tau from 1 to {TAU_MAX:g}, 2 or 1.5, divided by its width. "
@@ -99,7 +91,7 @@ def table(seconds: Times, steps: Times, trials: Times) -> Table:
         "median over studies of the fastest trial, as in AlgoPerf",
         "In brackets: the rank of the optimizer",
     ]
-    return Table("Scores by eight definitions", ["optimizer", *scores], rows, notes)
+    return Table("Scores by eight definitions", ["optimizer", *by_definition], rows, notes)
 
 
 def _with_rank(of_all: Mapping[str, float], name: str) -> str:

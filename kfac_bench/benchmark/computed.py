@@ -52,7 +52,7 @@ class ComputedCell:
             file = compose.CONF_DIR / folder / f"{name}.yaml"
             if not file.is_file():
                 raise UsageError(f"{self.label}: {word}={name}: conf/{folder} has no such file")
-            words[word] += _digest(file.read_text())
+            words[word] += _digest(file.read_text(encoding="utf-8"))
         content = json.dumps([self.kind, sorted(words.items()), __version__])
         return Path(self.runs_dir) / f"{self.kind}-{_digest(content)}"
 
@@ -62,7 +62,7 @@ class ComputedCell:
             return True, "computed (before)"
         try:
             numbers = _numbers(self.kind)(self.words)
-        except (UsageError, KeyError, ValueError) as error:
+        except (UsageError, KeyError, ValueError, ArithmeticError) as error:
             lacks = f"needs the word {error}" if isinstance(error, KeyError) else str(error)
             record_failure(self.path(), self.label, lacks)
             return False, f"failed: {lacks}"

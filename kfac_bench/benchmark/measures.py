@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from kfac_bench.benchmark import run_end
 from kfac_bench.benchmark.schema import Quantity, fill_in
@@ -184,11 +183,9 @@ def measure(run: Run, name: str, level: Level) -> float:
     return _stage_ms(run, what) if kind == "stage" else math.nan
 
 
-def _last_metrics(run: Run) -> Mapping[str, Any]:
+def _last_metrics(run: Run) -> Mapping[str, float]:
     evaluations = [e for e in run.events if isinstance(e, Evaluated)]
-    metrics = evaluations[-1].metrics if evaluations else {}
-    # Event files are not trusted: any JSON value may stand where a mapping belongs.
-    return metrics if isinstance(metrics, Mapping) else {}
+    return evaluations[-1].metrics if evaluations else {}
 
 
 PhaseRuns = Mapping[tuple[str, int], Run]

@@ -93,10 +93,10 @@ def _profile(values: Sequence[float]) -> Profile:
     return [(tau, sum(v <= tau for v in values) / len(values)) for tau in corners]
 
 
-def scores(times: Times) -> dict[str, float]:
-    """Return the scores. The area below rho is the mean over tasks of max(0, 4 - r)."""
+def scores(times: Times, end: float = TAU_MAX) -> dict[str, float]:
+    """Return the scores. The area below rho is the mean over tasks of max(0, end - r)."""
     return {
-        name: fmean(max(0.0, TAU_MAX - r) / (TAU_MAX - 1) for r in of_tasks.values())
+        name: fmean(max(0.0, end - r) / (end - 1) for r in of_tasks.values())
         for name, of_tasks in ratios(times).items()
     }
 

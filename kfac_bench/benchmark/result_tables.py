@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from kfac_bench.benchmark.suite import Attempt
 from kfac_bench.benchmark.verdicts import MISSED
 from kfac_bench.record.runs import plain, was_computed
 from kfac_bench.record.score import status
+from kfac_bench.report.page_parts import link_from
 from kfac_bench.report.tables import DASH, Link, Table, Value, text
 
 
@@ -152,7 +152,7 @@ def attempts_table(found: Sequence[Attempt], folder: Path) -> Table:
             why = plain(each.reason) if each.reason else None
             rows.append([each.label, each.state.value, None, None, why])
             continue
-        link = Link(each.path.name, os.path.relpath(each.run.path, folder.resolve()))
+        link = Link(each.path.name, link_from(folder.resolve(), each.run.path))
         if was_computed(each.run):
             rows.append([each.label, "computed", None, None, link])
         else:

@@ -15,6 +15,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kfac_bench import plain_yaml
 from kfac_bench.config import compose, conf_files
 from kfac_bench.errors import UsageError, first_line
 
@@ -269,8 +270,8 @@ def load(name: str) -> Benchmark:
     try:
         # The merge with the dataclass checks names and types.
         schema = OmegaConf.structured(Benchmark)
-        result = OmegaConf.to_object(OmegaConf.merge(schema, *_parts(path, [])))
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        result = OmegaConf.to_object(OmegaConf.merge(schema, *_parts(name, [])))
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         key = getattr(error, "full_key", None)
         raise UsageError(f"{path}: {f'{key}: ' if key else ''}{first_line(error)}") from None
     assert isinstance(result, Benchmark)
@@ -280,10 +281,13 @@ def load(name: str) -> Benchmark:
     return result
 
 
-def _parts(path: Path, before: Sequence[Path]) -> list[Any]:
-    """Return the content of the file, after that of the benchmarks that it extends."""
+def _parts(name: str, before: Sequence[Path]) -> list[Any]:
+    """Return the content of a benchmark, after that of the benchmarks that it extends."""
+    path = _path(name, f"{before[-1]}: extends: " if before else "")
     if path in before:
         raise UsageError(f"{path}: extends: this benchmark extends itself")
+    if is_file(name):  # not ours, which have aliases
+        plain_yaml.refuse_aliases(path.read_text(encoding="utf-8"))
     own = OmegaConf.load(path)
     if not isinstance(own, DictConfig) or not own:
         raise UsageError(f"{path}: is no benchmark: expected title:, axes: and overrides:")
@@ -291,7 +295,7 @@ def _parts(path: Path, before: Sequence[Path]) -> list[Any]:
         return [own]
     # A file of the user's own may name one beside it.
     name = str(path.parent / str(base)) if is_file(str(base)) else str(base)
-    return [*_parts(_path(name, f"{path}: extends: "), [*before, path]), own]
+    return [*_parts(name, [*before, path]), own]
 
 
 def is_file(name: str) -> bool:
@@ -393,7 +397,7 @@ def fill_in(text: str, words: Mapping[str, str]) -> str:
     """Return the text with each ``{name}`` replaced; raise :class:`UsageError` for other names."""
     try:
         return text.format(**words)
-    except (KeyError, IndexError, ValueError, AttributeError):
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError):
         names = ", ".join(f"{{{name}}}" for name in words)
         raise UsageError(f"{text!r}: cannot be filled in; there are {names}") from None
 

@@ -12,6 +12,7 @@ from kfac_bench.benchmark.verdicts import verdict_tables
 from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import group
 from kfac_bench.report import curves
+from kfac_bench.report.page_parts import link_from
 from kfac_bench.report.tables import Link, Table, Value, escape_markdown
 from kfac_bench.whole_files import around_marks, write_text
 
@@ -186,7 +187,7 @@ def into(document: Path, written: Sequence[RowReport], profile: str) -> list[Pat
         title = f"# {each.row.full_name}"
         write_text(document.parent / page, _short(each, title), make_folder=True)
         pages.append(document.parent / page)
-        rows.append([Link(name, page.as_posix()), each.row.benchmark.title])
+        rows.append([Link(name, link_from(Path(), page)), each.row.benchmark.title])
     table = Table("Pages of tables", ["page", "table or figure"], rows).markdown() if rows else ""
     write_text(document, f"{before}{begin_line}\n\n{table}\n{END}{after}")
     return [*pages, document]

@@ -247,8 +247,9 @@ def copy_scripts(folder: Path) -> int:
     """
     from kfac_bench.benchmark.slurm_jobs import SCRIPTS
 
-    # site.sh has the settings of one cluster, so it belongs to no other folder.
-    scripts = {p.name: p.read_bytes() for p in SCRIPTS.iterdir() if p.name != "site.sh"}
+    # Not site.sh, which has the settings of one cluster, nor the logs of jobs.
+    paths = [SCRIPTS / "common.sh", *SCRIPTS.glob("*.sbatch")]
+    scripts = {path.name: path.read_bytes() for path in paths}
     try:
         for name, content in scripts.items():
             path = folder / name

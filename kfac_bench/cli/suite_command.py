@@ -377,9 +377,9 @@ def _terminal(table: Table) -> rich.table.Table:
 
     from kfac_bench.report.tables import text
 
-    shown = rich.table.Table(title=Text(table.title), title_justify="left")
+    shown = rich.table.Table(title=Text(printable(table.title)), title_justify="left")
     for column in table.columns:
-        shown.add_column(Text(column), overflow="fold")
+        shown.add_column(Text(printable(column)), overflow="fold")
     for row in table.rows:
         shown.add_row(*(Text(printable(text(value))) for value in row))
     return shown

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,9 +39,13 @@ def run(
     problems = problem_file.separated(overrides)
     for words in problems:
         problem_file.run_named(words)
-    jobs = [job for words in problems for job in _jobs(words, config_dir)]
+    every_job = (job for words in problems for job in _jobs(words, config_dir))
+    # No further: a few words may stand for more jobs than fit into memory.
+    jobs = list(itertools.islice(every_job, MOST_RUNS + 1))
     if len(jobs) > MOST_RUNS:
-        raise UsageError(f"a sweep of {len(jobs)} runs: at most {MOST_RUNS} are possible at once")
+        raise UsageError(
+            f"a sweep of more than {MOST_RUNS} runs is not possible. Start several sweeps"
+        )
     # Hydra's own sweeps would also read launchers and callbacks, which are programs, from files.
     configs = [compose.load(words, config_dir, ranks) for words in jobs]
     chosen = [recipes.choose(words, config_dir, ranks) for words in jobs]
@@ -108,7 +112,7 @@ def _group_in_wandb(configs: Sequence["TrainConfig"]) -> None:
         logger.group = logger.group or os.environ.get("WANDB_RUN_GROUP") or group
 
 
-def _jobs(overrides: Sequence[str], config_dir: Path | None) -> list[tuple[str, ...]]:
+def _jobs(overrides: Sequence[str], config_dir: Path | None) -> Iterator[tuple[str, ...]]:
     """Return the words of each job: all combinations of the values of all lists."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -120,12 +124,13 @@ def _jobs(overrides: Sequence[str], config_dir: Path | None) -> list[tuple[str, 
         try:
             (parsed,) = OverridesParser.create().parse_overrides([word])
             is_sweep = parsed.is_sweep_override()
-            values = list(parsed.sweep_string_iterator()) if is_sweep else []
+            every = parsed.sweep_string_iterator() if is_sweep else iter(())
+            values = list(itertools.islice(every, MOST_RUNS + 1))
         except Exception as error:  # Hydra raises exceptions of many classes for a wrong word
             raise compose.usage_error(error, [word]) from None
         key = parsed.get_key_element()
         choices.append([f"{key}={value}" for value in values] if is_sweep else [word])
-    return list(itertools.product(*choices))
+    return itertools.product(*choices)
 
 
 def _without_glob(word: str, config_dir: Path | None) -> str:

@@ -317,7 +317,7 @@ def _file_and_line(text: str, config_dir: Path | None) -> str:
         return ""
     names = [_full_key(text), *re.findall(r"override '([^'@]+)", text)]
     key = next((n.rpartition(".")[2] for n in names if n), None)
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if key and re.search(rf"(?:^|[\s{{/,]){re.escape(key)}\s*:", line):
             return f"{path}:{number}: "
     return f"{path}: "

@@ -62,7 +62,7 @@ def of_choice(group: str, choice: str) -> list[HelpedOption]:
     file = CONF_DIR / group / f"{choice}.yaml"
     values: dict[str, Any] = {}
     if file.is_file():
-        values = yaml.safe_load(file.read_text()) or {}
+        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     # The file of a model that also chooses its task and data has the model's options one deeper.
     values = values.get(group, values)
     return [
@@ -97,7 +97,7 @@ def _of_all_choices() -> Iterator[tuple[str, HelpedOption]]:
 
 def default_choices() -> dict[str, str]:
     """Return the choice of each group in conf/train.yaml."""
-    entries = yaml.safe_load((CONF_DIR / "train.yaml").read_text())["defaults"]
+    entries = yaml.safe_load((CONF_DIR / "train.yaml").read_text(encoding="utf-8"))["defaults"]
     return {k: v for entry in entries if isinstance(entry, dict) for k, v in entry.items()}
 
 

@@ -204,7 +204,7 @@ def _of_pair(given: Mapping[str, str], config_dir: Path | None) -> str | None:
 def _chosen_by(file: str, group: str) -> str:
     """Return the choice of a group in the defaults list of a file of conf/, or nothing."""
     path = CONF_DIR / f"{file}.yaml"
-    content = yaml.safe_load(path.read_text()) if path.is_file() else {}
+    content = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for entry in content.get("defaults", []):
         if isinstance(entry, dict):
             found = entry.get(group) or entry.get(f"override /{group}")

@@ -1,8 +1,8 @@
 """``kfac-bench wandb upload``: replays event files into W&B.
 
-W&B's server says until when it has points of a run, and only later points are sent. So an
-interrupted upload continues, and a complete run is not sent twice. ``--offline`` writes an offline
-run for ``wandb sync`` where there is none.
+W&B's server says until when it has points of a run, and only the others are sent. So an interrupted
+upload continues, and a complete run is not sent twice. ``--offline`` writes an offline run for
+``wandb sync`` where there is none.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from kfac_bench.record.events import (
     parse,
 )
 from kfac_bench.record.own_files import read_own, refuse_links
-from kfac_bench.record.runs import find, last_option, number, plain
+from kfac_bench.record.runs import find, last_option, plain
 from kfac_bench.record.sinks.view import ShownRun, metrics_of
 from kfac_bench.training import predictions
 
@@ -45,7 +45,7 @@ class HistoryPoint:
     @property
     def train_s(self) -> float:
         """Training seconds of the event."""
-        return number(self.event.train_s)
+        return self.event.train_s
 
 
 def upload(
@@ -121,14 +121,14 @@ def _upload(
     if damage:
         yield damage
     started = next((e for e in events if isinstance(e, RunStarted)), None)
-    if started is None or not isinstance(started.config, Mapping):
+    if started is None:
         raise UsageError("no RunStarted event: the run died early, or this is not a run")
     if "computed" in started.config:
         yield "computed, not trained: nothing to send"
         return
     logger = _logger(events, project, entity)
     logger.mode = "offline" if offline else "online"
-    run_id, until_s, state = logger.id or plain(started.run_id), -math.inf, ""
+    run_id, until_s, count, state = logger.id or plain(started.run_id), -math.inf, 0, ""
     if offline and local_runs(directory, run_id, "offline-run"):
         command = f"wandb sync {shlex.quote(str(directory / 'wandb'))}"
         yield (
@@ -137,9 +137,10 @@ def _upload(
         )
         return
     if not offline:
-        until_s, state = sent(run_id, str(logger.project), logger.entity)
+        until_s, count, state = sent(run_id, str(logger.project), logger.entity)
     wanted = points(events, directory)
-    todo = [point for point in wanted if point.train_s > until_s]
+    # Points of one step have the same time. W&B has the first ones of them.
+    todo = [point for point in wanted if point.train_s >= until_s][count:]
     # W&B calls a run crashed or running if it never heard of the end: then the end is sent again.
     if not todo and state in ("", "finished", "failed"):
         yield f"W&B has the last of {len(wanted)} points: nothing to send"
@@ -204,19 +205,15 @@ def _send(
 
 
 def _numbers(event: Event) -> dict[str, float]:
-    """Return the numbers of the event's row. Other values are left out: files are not trusted."""
-    try:
-        row = metrics_of(event)
-    except Exception:  # A field may hold any JSON value instead of a mapping.
-        return {}
-    kept = {plain(n): number(v) for n, v in row.items() if isinstance(v, int | float)}
+    """Return the numbers of the event's row, with printable names: files are not trusted."""
+    kept = {plain(name): value for name, value in metrics_of(event).items()}
     return kept if kept.keys() - {"step", "train_s", "epoch"} else {}
 
 
 def _trusted(event: Predicted, directory: Path) -> Predicted:
     """Return the event with only the run's own pictures. Texts and captions stay."""
     items: list[PredictedItem] = []
-    for item in event.items if isinstance(event.items, list) else []:
+    for item in event.items:
         if not isinstance(item, dict):
             continue
         file, text = item.get("file"), item.get("text")

@@ -12,6 +12,7 @@ from typing import Any
 from kfac_bench.benchmark import scaling
 from kfac_bench.config.compose import default_project
 from kfac_bench.errors import MissingPackageError, UsageError, one_line
+from kfac_bench.output import counted
 from kfac_bench.record.runs import Run, last_option, plain
 from kfac_bench.record.sinks.panels import GROUPS, OPTIONS, SECTIONS, Chart, ChartSection
 from kfac_bench.report import COLUMNS, Comparison, cells, compare
@@ -123,12 +124,13 @@ def as_json(scope: Scope) -> dict[str, Any]:
 def describe(scope: Scope) -> list[str]:
     """Return a line about each object that :func:`push` would create."""
     where = f"{scope.entity or 'your entity'}/{scope.project}"
-    which = f"{len(scope.run_ids)} runs" if scope.run_ids else "all runs of the project"
+    which = counted(len(scope.run_ids), "run") if scope.run_ids else "all runs of the project"
     panels = sum(len(section.charts) for section in SECTIONS)
+    tables = counted(len(scope.tables), "table")
     size = f"{len(SECTIONS)} sections, {panels} panels, {which}"
     return [
         f"workspace {TITLE!r} in {where}: {size}",
-        f"report {TITLE!r} in {where}: {len(scope.tables)} tables from event files, {size}",
+        f"report {TITLE!r} in {where}: {tables} from event files, {size}",
     ]
 
 

@@ -155,7 +155,9 @@ def _folder(args: TrainingArguments, state: TrainerState) -> Path:
 def _has_log(folder: Path, state: TrainerState) -> bool:
     """Return whether the checkpoint in ``folder`` has the log of ``state``."""
     try:
-        saved = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        saved = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))[
+            "log_history"
+        ]
     except (OSError, ValueError, KeyError):
         return False
     # Texts are compared, because a NaN in a log is not equal to itself.

@@ -9,6 +9,7 @@ during evaluation, checkpoints and logging. An event file may come from somebody
 """
 
 import json
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ from kfac_bench.record.own_files import read_own
 EVENTS_FILE = "events.jsonl"
 MOST_BYTES = 1 << 30
 """Limit of an event file, which is read as a whole."""
+MOST_WHOLE = 1 << 63
+"""Whole numbers are smaller: JSON has larger ones, which no float can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +282,7 @@ def read(path: Path) -> list[Event]:
 def parse(text: str, path: Path) -> list[Event]:
     """Return the events in ``text`` as :func:`read` does; error messages name ``path``."""
     lines = text.split("\n")
-    events: list[Event] = []
+    found: list[tuple[Event, bool]] = []
     resumed_at = -1
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -290,18 +293,34 @@ def parse(text: str, path: Path) -> list[Event]:
             if number == len(lines):  # no newline follows: the process was killed here
                 break
             raise UsageError(f"{path}:{number}: not an event ({error})") from None
-        # A run that was killed before its first checkpoint starts again from the beginning.
-        if isinstance(event, RunStarted):
-            events = []
-        if isinstance(event, Resumed):
-            resumed_at = event.step
-            events = [e for e in events if e.step <= resumed_at and not isinstance(e, RunEnded)]
-        if isinstance(event, REPEATED) and event.step == resumed_at:
-            kind = type(event)
-            events = [e for e in events if e.step < resumed_at or not isinstance(e, kind)]
         if event is not None:
-            events.append(event)
-    return events
+            resumed_at = event.step if isinstance(event, Resumed) else resumed_at
+            found.append((event, isinstance(event, REPEATED) and event.step == resumed_at))
+    return _valid(found)
+
+
+def _valid(found: Sequence[tuple[Event, bool]]) -> list[Event]:
+    """Return the events that no later event makes void.
+
+    Args:
+        found: All events, each with whether it repeats events of its kind at its step.
+    """
+    kept: list[Event] = []
+    last_step, repeated_from = math.inf, dict[type[Event], float]()
+    # From the end, so that each event is looked at once: a file may have thousands of resumes.
+    for event, repeats in reversed(found):
+        kind = type(event)
+        is_valid = event.step <= last_step and event.step < repeated_from.get(kind, math.inf)
+        if is_valid and not (kind is RunEnded and last_step < math.inf):
+            kept.append(event)
+        # A run that was killed before its first checkpoint starts again from the beginning.
+        if kind is RunStarted:
+            break
+        if kind is Resumed:
+            last_step = min(last_step, event.step)
+        if repeats:
+            repeated_from[kind] = min(event.step, repeated_from.get(kind, math.inf))
+    return kept[::-1]
 
 
 def event_of(fields: Any) -> Event | None:
@@ -366,11 +385,20 @@ def _check(hint: Any) -> Check:
         return lambda value: _those_that_are(of, value)
     if origin is Sequence:  # the readers of the list check its items
         return lambda value: value if isinstance(value, list) else []
-    if hint in (int, float):
-        return lambda value: hint(_exactly(value, int, float))
+    if hint is int:
+        return _whole
+    if hint is float:
+        return lambda value: float(_exactly(value, int, float))
     if hint is str:
         return lambda value: str(_exactly(value, str, int, float, type(None)))
     return lambda value: _exactly(value, hint)
+
+
+def _whole(value: Any) -> int:
+    number = int(_exactly(value, int, float))
+    if abs(number) >= MOST_WHOLE:
+        raise OverflowError
+    return number
 
 
 def _those_that_are(of: Check, value: Any) -> dict[str, Any]:

@@ -37,22 +37,20 @@ class ListedRun:
     checkpoints: int
     size_bytes: int
     age_s: float
-    """Time since the last event."""
+    """Time since the last event; 0 if it is unknown."""
 
 
 def directories(root: Path) -> Iterator[Path]:
-    """Yield the run directories in `root` and in all folders below, in the order of names.
+    """Yield the run directories in `root`, at the end the folders that cannot be read.
 
     Raises:
         UsageError: `root` is no folder.
     """
     if not root.is_dir():
         raise UsageError(f"--runs-dir {root}: no such folder; give the folder of the runs")
-    for folder, names, files in os.walk(root):
-        names.sort()
-        if EVENTS_FILE in files:
-            names.clear()
-            yield Path(folder)
+    unreadable: list[Path] = []
+    yield from runs.directories(root, lambda error: unreadable.append(Path(error.filename)))
+    yield from unreadable
 
 
 def listed(root: Path) -> list[ListedRun]:
@@ -73,12 +71,13 @@ def _listed(path: Path) -> ListedRun | None:
         step = last.step
         state = runs.plain(last.status) if isinstance(last, RunEnded) else KILLED
         state = RUNNING if is_running else state
-    except UsageError:
+    except (UsageError, PermissionError):
         pass
     try:
         return ListedRun(path, state, step, _checkpoints(path), size_of(path), age_of(path))
-    except FileNotFoundError:
-        return None
+    except OSError as error:
+        is_gone = isinstance(error, FileNotFoundError) and not path.exists()
+        return None if is_gone else ListedRun(path, state, step, 0, 0, 0.0)
 
 
 def _checkpoints(path: Path) -> int:

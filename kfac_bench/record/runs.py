@@ -6,8 +6,9 @@ printable, and a value that should be a number may be something else.
 
 import json
 import math
+import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from kfac_bench.config import problem_file
 from kfac_bench.config.option_table import declared, original_results
 from kfac_bench.config.options import RESULT
+from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.errors import UsageError, printable
 from kfac_bench.record.events import (
     EVENTS_FILE,
@@ -34,6 +36,7 @@ OPTIMIZERS = {
     "lamb": "LAMB",
     "muon": "Muon",
     "soap": "SOAP",
+    EIGEN_ADAM: "EigenAdam",
 }
 
 
@@ -116,15 +119,32 @@ def find(path: Path) -> list[Path]:
     """Return the event files at ``path``: an event file, a run directory or a folder of runs.
 
     Raises:
-        UsageError: There is no event file.
+        UsageError: There is no event file, or a folder cannot be read.
     """
     if path.is_dir() and not (path / EVENTS_FILE).exists():
-        found = sorted(path.rglob(EVENTS_FILE))
+        found = [folder / EVENTS_FILE for folder in directories(path, _refuse_folder)]
         if not found:
             raise UsageError(f"{path}: no runs here (looked for {EVENTS_FILE} in all folders)")
         return found
     refuse_missing([path])
     return [path / EVENTS_FILE if path.is_dir() else path]
+
+
+def directories(root: Path, on_error: Callable[[OSError], object]) -> Iterator[Path]:
+    """Yield the run directories in ``root`` and in all folders below, in the order of names.
+
+    ``on_error`` gets the error of a folder that cannot be read.
+    """
+    for folder, names, files in os.walk(root, onerror=on_error):
+        names.sort()
+        if EVENTS_FILE in files:
+            names.clear()
+            yield Path(folder)
+
+
+def _refuse_folder(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # somebody else has removed it meanwhile
+        raise UsageError(f"{error.filename}: cannot be read ({error.strerror}). Name other folders")
 
 
 def number(value: object) -> float:
@@ -217,7 +237,16 @@ def group(runs: Iterable[Run]) -> list[Setting]:
         for setting in alike:
             suffix = f" ({_shown(setting.options, keys)})" if keys else ""
             settings.append(replace(setting, optimizer=setting.optimizer + suffix))
-    return sorted(settings, key=lambda s: (s.task, has_kfac(s.runs[0]), s.optimizer))
+    settings.sort(key=lambda s: (s.task, has_kfac(s.runs[0]), s.optimizer, str(s.runs[0].path)))
+    # The label that a user has given to a run may equal that of other settings.
+    unique: dict[tuple[str, str], Setting] = {}
+    for setting in settings:
+        label, count = setting.optimizer, 1
+        while (setting.task, label) in unique:
+            count += 1
+            label = f"{setting.optimizer} [{count}]"
+        unique[setting.task, label] = replace(setting, optimizer=label)
+    return list(unique.values())
 
 
 def differences(options: Sequence[Mapping[str, str]]) -> list[str]:
@@ -269,7 +298,7 @@ def _optimizer_label(run: Run) -> str:
         return own
     name = _name(run, "optimizer")
     label = OPTIMIZERS.get(name, name)
-    return f"K-FAC + {label}" if has_kfac(run) else label
+    return f"K-FAC + {label}" if has_kfac(run) and name != EIGEN_ADAM else label
 
 
 def _shown(options: Mapping[str, str], keys: Sequence[str]) -> str:

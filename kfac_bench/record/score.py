@@ -109,9 +109,7 @@ def metric_curve(run: Run) -> list[tuple[float, float, float]]:
     return [
         (number(e.step), number(e.train_s), number(e.metrics[run.started.metric]))
         for e in run.events
-        if isinstance(e, Evaluated)
-        and isinstance(e.metrics, Mapping)
-        and run.started.metric in e.metrics
+        if isinstance(e, Evaluated) and run.started.metric in e.metrics
     ]
 
 

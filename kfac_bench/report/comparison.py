@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.errors import UsageError
 from kfac_bench.output import duration_text
 from kfac_bench.record import score
@@ -16,6 +17,7 @@ from kfac_bench.record.runs import (
     group,
     has_kfac,
     load,
+    option,
     plain,
     target,
     was_computed,
@@ -99,7 +101,7 @@ def finding(settings: Sequence[Setting]) -> str:
     if goal is None:
         return _after_equal_work(with_kfac, others, name_of_metric)
     ours, best = _fastest(with_kfac), _fastest(others)
-    name = "K-FAC" if len(with_kfac) == 1 else plain(ours.optimizer)
+    name = _our_name(with_kfac, ours.optimizer)
     rival, metric = plain(best.optimizer), f"{name_of_metric} {goal:.12g}"
     ours_s, best_s = ours.seconds.median, best.seconds.median
     if any(math.isinf(each.seconds.median) and each.reached for each in (ours, best)):
@@ -163,13 +165,19 @@ def _after_equal_work(ours: Sequence[Setting], others: Sequence[Setting], metric
         values = each.values
         mine = max(range(len(ours)), key=lambda i: sign * values[i])
         best = max(range(len(ours), len(values)), key=lambda i: sign * values[i])
-        name = "K-FAC" if len(ours) == 1 else plain(ours[mine].optimizer)
+        name = _our_name(ours, ours[mine].optimizer)
         rival = plain(others[best - len(ours)].optimizer)
         parts.append(
             f"after {each.work} {name} has {metric} {values[mine]:.4g}, {rival} {values[best]:.4g}"
         )
     text = "; ".join(parts)
     return text[:1].upper() + text[1:]
+
+
+def _our_name(with_kfac: Sequence[Setting], label: str) -> str:
+    """Return the name of the setting with this label: K-FAC if only one setting has K-FAC."""
+    name = option(with_kfac[0].runs[0].started.config, "optimizer", "name")
+    return "K-FAC" if len(with_kfac) == 1 and name != EIGEN_ADAM else plain(label)
 
 
 def _fastest(settings: Sequence[Setting]) -> Row:

@@ -2,6 +2,7 @@
 
 import io
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -91,6 +92,12 @@ def dash_all_but_first(line: Line2D, index: int) -> None:
     """Dash the line with this number: lines may lie on top of each other, and dashes show both."""
     if index:
         line.set_dashes(DASHES[1 + index % (len(DASHES) - 1)])
+
+
+def set_title(axes: Axes, finding: str, subject: str, letters: int) -> None:
+    """Write the finding and below it what the axes show, in lines of so many letters."""
+    lines = [textwrap.fill(line, letters) for line in (finding, subject) if line]
+    axes.set_title("\n".join(lines), loc="left")
 
 
 def use_log_heights(axes: Axes) -> None:

@@ -242,7 +242,8 @@ def _environment_cell(key: str, value: str) -> HtmlCell:
 
 def _readable(key: str, value: str) -> str:
     """Return the value of an environment's entry; bytes with their unit."""
-    is_size = key.endswith("_bytes") and value.isdecimal()
+    # Event files are not trusted: no float holds a number of hundreds of digits.
+    is_size = key.endswith("_bytes") and value.isdecimal() and len(value) < 19
     return size_text(int(value)) if is_size else value
 
 

@@ -4,7 +4,7 @@ chart.js draws the curves. The page has its own drawing code instead of a chart 
 has 4.5 MB, and uPlot wants the same x values for all curves, but the seconds of two runs differ.
 tables.js sorts a table by the keys of its cells: a number, ``inf`` (a missed target) or ``none``.
 
-Event files are not trusted: any JSON value may stand where a list or a mapping belongs.
+Event files are not trusted: any JSON value may be an item of a prediction.
 """
 
 import base64
@@ -276,8 +276,7 @@ class Album:
     def _of_setting(self, setting: Setting) -> list[dict[str, Any]]:
         for run in setting.runs:
             event = next((e for e in reversed(run.events) if isinstance(e, Predicted)), None)
-            # Event files are not trusted: any JSON value may stand where a list belongs.
-            if event is None or not isinstance(event.items, list) or not event.items:
+            if event is None or not event.items:
                 continue
             items = [x for x in event.items[:MOST_PREDICTIONS] if isinstance(x, dict)]
             prediction = {
@@ -289,7 +288,7 @@ class Album:
             return [prediction]
         return []
 
-    def _item(self, directory: Path, item: dict[str, Any]) -> dict[str, Any]:
+    def _item(self, directory: Path, item: Mapping[str, Any]) -> dict[str, Any]:
         content = predictions.read(directory, item.get("file"))
         # predictions.read returns None for a file outside of the run's folder.
         if content is not None and len(content) <= self._left_bytes:

@@ -157,7 +157,7 @@ def terminal_table(rows: Sequence[Row]) -> rich.table.Table:
     the columns of the target are left out.
     """
     table = rich.table.Table()
-    shown = [i for i in range(len(COLUMNS)) if any(cells(line)[i] != NO_TARGET for line in rows)]
+    shown = range(len(COLUMNS)) if any(line.has_target for line in rows) else (0, 1, 4)
     for i, column in ((i, COLUMNS[i]) for i in shown):
         # On a terminal of 80 columns the whole head would take four lines.
         head = column.removesuffix(" (median, range)")

@@ -1,6 +1,5 @@
 """The figure of simulated steps, and the sentences above its panels, from the drawn numbers."""
 
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import groupby
@@ -17,6 +16,7 @@ from kfac_bench.report.figure_style import (
     dash_all_but_first,
     label_ends,
     our_look,
+    set_title,
     to_svg,
     use_log_heights,
     use_powers_of_two,
@@ -152,21 +152,17 @@ def svg(
         use_log_heights(steps)
         alike = _by_ranks(steps, whole, lambda cell: 1e3 * cell.step_s, "lower bound")
         subject = f"{title}, simulated, error {100 * errors.time:.1f} %{alike}"
-        _title(steps, step_finding(whole, errors.ratio), subject)
+        set_title(steps, step_finding(whole, errors.ratio), subject, _LETTERS)
         shares.set_ylabel("speed per rank (%)")
         shares.set_ylim(0, 105)
         alike = _by_ranks(
             shares, whole, lambda cell: 100 * efficiency(cells, cell, examples), "upper bound"
         )
-        _title(shares, efficiency_finding(whole, examples), f"{_baseline(whole)}{alike}")
+        subject = f"{_baseline(whole)}{alike}"
+        set_title(shares, efficiency_finding(whole, examples), subject, _LETTERS)
         for axes in third:
             _by_fraction(axes, swept)
         return to_svg(figure)
-
-
-def _title(axes: Axes, finding: str, subject: str) -> None:
-    lines = [textwrap.fill(line, _LETTERS) for line in (finding, subject) if line]
-    axes.set_title("\n".join(lines), loc="left")
 
 
 def _baseline(cells: Sequence[SimulatedCell]) -> str:
@@ -252,7 +248,7 @@ def _by_fraction(axes: Axes, cells: Sequence[SimulatedCell]) -> None:
             EndLabel(list(ys.values())[-1], f"{ranks:,} ranks, {1e3 * least:.3g} ms", colour)
         )
     subject = f"time that {strategy} adds to a step; labels: least time"
-    _title(axes, fraction_finding(mine), subject)
+    set_title(axes, fraction_finding(mine), subject, _LETTERS)
     axes.set_ylabel("% above the least time")
     label_ends(axes, ends, _AXES_PT)
 

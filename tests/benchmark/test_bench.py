@@ -154,6 +154,8 @@ def ranged(text):
         ("title: x\naxes: {a: [b]}\noverrides: [x]\nseeds: [many]\n", "many"),
         ("title: [\n", "broken.yaml"),
         ("title: x\n", "broken.yaml"),
+        ("title: 0x_\n", "invalid literal for int()"),
+        pytest.param(f"title: {'[' * 2000}", "maximum recursion depth", id="deep"),
         ("- title: x\n", "is no benchmark: expected title:, axes: and overrides:"),
         (ranged("{log: [0, 1]}"), "b: optimizer.lr: {'log': [0, 1]} is no range; write"),
         (ranged("{integer: [0.5, 3]}"), "is no range"),
@@ -194,6 +196,9 @@ def test_a_file_of_the_users_own_is_a_benchmark(tmp_path, monkeypatch):
     assert row.cells[0].config().trainer.max_steps == 1
     with pytest.raises(UsageError, match=r"mine/no\.yaml: no such file; kfac-bench list"):
         schema.load("mine/no.yaml")
+    (tmp_path / "mine" / "base.yaml").write_text("title: &a x\nsource: *a\n")
+    with pytest.raises(UsageError, match=r"mine/short\.yaml: line 2: YAML aliases are not allowed"):
+        schema.load("mine/short.yaml")
 
 
 def test_an_unknown_option_in_a_file_is_one_line_before_anything_runs(tmp_path, capsys):
@@ -343,9 +348,10 @@ def test_a_profile_changes_the_options_of_a_value(tmp_path):
         grid.cells(small(), "r", None, "smoke")
 
 
-def test_a_name_that_is_no_axis_is_refused():
-    with pytest.raises(UsageError, match=r"optimiser.*: cannot be filled in; there are \{task\}"):
-        grid.cells(small(overrides=["experiment=digits/{optimiser}"]), "r")
+@pytest.mark.parametrize("name", ["optimiser", "task[name]"])
+def test_a_name_that_is_no_axis_is_refused(name):
+    with pytest.raises(UsageError, match=r"cannot be filled in; there are \{task\}"):
+        grid.cells(small(overrides=[f"experiment=digits/{{{name}}}"]), "r")
 
 
 def test_the_run_directory_does_not_depend_on_the_job(tmp_path, monkeypatch):

@@ -1,10 +1,12 @@
 """The results of a row, from hand-made event files with known numbers."""
 
+import io
 import math
 import re
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from kfac_bench import cli
 from kfac_bench.benchmark import (
@@ -37,6 +39,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import Evaluated, RunEnded, RunStarted, TargetReached, Trained
 from kfac_bench.record.runs import load
+from kfac_bench.report.tables import Table
 
 BEGIN = "<!-- made by kfac-bench report all --profile smoke --into -->"
 EVERY = {"optimizer": ["SGD", "K-FAC"], "batch": ["64", "256"]}
@@ -254,6 +257,7 @@ def test_a_computed_cell_has_a_column_of_its_own(row):
     [
         ("simulate", ["hardware=longhorn_v100", "model=resnet50"], "needs the word 'ranks'"),
         ("plan", ["model=resnet8", "examples=many"], "invalid literal for int"),
+        ("simulate", ["hardware=longhorn_v100", "global=64", "part=32", "ranks=0"], "by zero"),
     ],
 )
 def test_wrong_words_of_computed_cells_are_a_failed_cell(tmp_path, kind, words, fragment):
@@ -658,3 +662,18 @@ def test_a_cell_that_could_not_start_is_not_called_failed(row, tmp_path):
     (shown,) = result_tables.attempts_table([attempt], tmp_path).rows
     assert shown[1] == "not run"
     assert "which it starts from" in shown[-1]
+
+
+def test_a_table_on_the_terminal_has_no_escape_codes():
+    drawn = suite_command._terminal(Table("a\x1b[2J", ["b\x1b[2J"], [["c\x1b[2J"]]))
+    console = Console(file=io.StringIO())
+    console.print(drawn)
+    assert "\x1b" not in console.file.getvalue()
+
+
+def test_links_of_cells_are_quoted(row, tmp_path):
+    cell = grid.cells(ROW, str(tmp_path / "my runs|#1"), [0], "smoke")[0]
+    write(cell.path(), 0.5)
+    found = suite.attempts(replace(row, cells=[cell], computed=[]))
+    table = result_tables.attempts_table(found, tmp_path)
+    assert f"(<my%20runs%7C%231/{cell.path().name}/events.jsonl>)" in table.markdown()

@@ -616,7 +616,9 @@ def test_a_sweep_leaves_no_stray_files(swept):
         (["model=glob(["], "'model=glob([' is not an override"),
         (["logger.id=x", "seed=0,1"], "a sweep of 2 runs needs a W&B run for each. Unset it"),
         (["run_id=x", "seed=0,1"], "run_id=x: a sweep of 2 runs needs a directory for each"),
-        (["seed=range(0,5000)"], "a sweep of 5000 runs: at most 1000"),
+        (["seed=range(0,5000)"], "a sweep of more than 1000 runs is not possible"),
+        (["seed=range(0,900)", "trainer.log_freq=range(1,900)"], "more than 1000 runs"),
+        (["seed=range(0,1000000000)"], "more than 1000 runs"),
         (["kfac.damping=interval(0,1)"], "this names no single values. List them"),
     ],
 )

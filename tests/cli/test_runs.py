@@ -14,6 +14,7 @@ from kfac_bench.record.event_log import JsonlSink
 from kfac_bench.record.events import Resumed
 from kfac_bench.training import checkpoint
 from tests.support import ROOT
+from tests.support.denied import deny_entering, deny_listing
 from tests.support.runs import before_step, kill, train
 
 OPTIONS = ("kfac=none", "trainer.predictions=0", "trainer.keep_last=9", "trainer.checkpoint_freq=3")
@@ -182,3 +183,12 @@ def test_a_run_that_cannot_be_read_is_shown(runs, capsys):
     (runs / "whole/.lock").unlink(missing_ok=True)
     (runs / "whole/.lock").symlink_to(runs / "killed/events.jsonl")
     assert ".lock: is a link" in call(capsys, "prune", "--runs-dir", runs)
+
+
+@pytest.mark.parametrize(("name", "deny"), [("killed", deny_entering), ("private", deny_listing)])
+def test_a_folder_that_this_user_may_not_read_is_shown(runs, monkeypatch, capsys, name, deny):
+    (runs / name).mkdir(exist_ok=True)
+    deny(monkeypatch, runs / name)
+    said = call(capsys, "list", "--runs-dir", runs)
+    assert re.search(rf"^unreadable +0 +0.0 s +0.0 kB +0 +{name}$", said, re.M)
+    assert f"left alone: {runs / name}" in call(capsys, "prune", "--runs-dir", runs)

@@ -466,6 +466,22 @@ def test_wrong_requests_are_one_line(lab, capsys):
         ResultStore(lab.results, "contest", "table", TASKS)
 
 
+@pytest.mark.parametrize(("words", "is_whole", "following"), [
+    ([], True, ""),
+    (["--results", "r", "--runs-dir", "d"], True, "tables demo --results r   (the scores)"),
+    (["--results", "r", "--runs-dir", "d", "--tasks", "a,b"], False,
+     "study demo --results r --runs-dir d --tasks a,b   (the runs that are missing)"),
+    (["--tasks", "a"], True, "study demo   (the runs that are missing)"),
+])  # fmt: skip
+def test_a_study_names_a_command_that_fits(monkeypatch, capsys, words, is_whole, following):
+    monkeypatch.setattr(contest_command, "open_sitting", lambda *given: None)
+    monkeypatch.setattr(studies, "run_studies", lambda *given: is_whole)
+    with pytest.raises(SystemExit):
+        command(["study", "demo", *words])
+    said = capsys.readouterr().out
+    assert said == (f"next: python -m benchmarks.contest {following}\n" if following else "")
+
+
 @pytest.mark.slow
 def test_a_real_contest_from_trials_to_its_tables(tmp_path, monkeypatch, capsys):
     """Run a study with real trials, and its tables; then again with the results alone."""

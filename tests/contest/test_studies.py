@@ -14,7 +14,7 @@ import yaml
 
 from benchmarks.contest import contest_tables, definitions, setup, spaces
 from benchmarks.contest.interpolated import Reached, reached
-from kfac_bench.benchmark import schema
+from kfac_bench.benchmark import performance_profile, schema
 from kfac_bench.benchmark.trials import trial_settings
 from kfac_bench.benchmark.tune import TuningRuns
 from kfac_bench.core.layers.coverage import find_layers
@@ -205,8 +205,8 @@ TIMES = {
 
 
 def test_the_definitions():
-    assert definitions.area(TIMES)["a"] == pytest.approx((1 + 1 / 3 + 1) / 3)
-    assert definitions.area(TIMES, 1.5)["c"] == pytest.approx((0 + 1 + 0.2) / 3)
+    assert performance_profile.scores(TIMES)["a"] == pytest.approx((1 + 1 / 3 + 1) / 3)
+    assert performance_profile.scores(TIMES, 1.5)["c"] == pytest.approx((0 + 1 + 0.2) / 3)
     geometric = definitions.geometric_mean(TIMES)
     assert geometric["a"] == pytest.approx(3 ** (-1 / 3))
     assert geometric["c"] == pytest.approx((4 * 1 * 1.4) ** (-1 / 3))

@@ -31,6 +31,7 @@ from kfac_bench.record.runs import flatten, plain
 from kfac_bench.record.sinks.panels import GROUPS, OPTIONS, SECTIONS, STAGES, WORLD_SIZE
 from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.record.sinks.wandb import WandbSink, wandb_id
+from kfac_bench.report.tables import Table
 from kfac_bench.training import environment
 from tests.support import wandb_rows
 from tests.support.runs import train
@@ -216,6 +217,12 @@ def test_runs_bring_their_tables_and_their_project(tmp_path, two_runs, capsys):
     filters = made["workspace"]["spec"]["section"]["runSets"][0]["filters"]
     assert "kfac" in json.dumps(filters)
     assert json.dumps(made["report"]).count(json.dumps(filters)) == len(SECTIONS)
+
+
+def test_one_run_and_one_table_have_no_plural():
+    about = views.describe(views.Scope("p", "e", ["a"], [Table("t", [], [])]))
+    assert about[0].endswith(" panels, 1 run")
+    assert ": 1 table from event files, " in about[1]
 
 
 def test_without_wandb_workspaces_one_line_names_the_extra(monkeypatch, capsys):

@@ -18,6 +18,7 @@ from kfac_bench.record.events import (
     Resumed,
     RunEnded,
     RunStarted,
+    TargetReached,
     Trained,
     read,
 )
@@ -304,6 +305,17 @@ def test_points_on_the_server_are_not_sent_again(tmp_path, stand_in, capsys):
     steps = [r["_step"] for r in stand_in.runs["a"].rows]
     assert steps == sorted(set(steps))  # W&B's own counter never went back
     assert stand_in.runs["a"].state == "finished"
+
+
+def test_an_upload_continues_between_points_of_one_second(tmp_path, stand_in, capsys):
+    more = (Evaluated(2, 1.0, 0.2, {"accuracy": 0.9}), TargetReached(2, 1.0, "accuracy", 0.9, 0.8))
+    path = write(tmp_path / "a", trained(1), trained(2), *more, RunEnded(2, 1.0, "reached"))
+    for left in (4, 2):
+        assert call(path) == 0
+        assert f"{left} of 4 points sent" in capsys.readouterr().out
+        check_server_has_all(stand_in, path)
+        del stand_in.runs["a"].rows[2:]
+        stand_in.runs["a"].state = "crashed"
 
 
 def test_the_points_of_a_continued_run_are_sent(tmp_path, stand_in, capsys):

@@ -1,7 +1,9 @@
 """score.py: event files in, exact numbers out."""
 
+import cProfile
 import itertools
 import math
+import pstats
 import random
 import statistics
 from pathlib import Path
@@ -15,8 +17,17 @@ from hypothesis import strategies as st
 from kfac_bench.errors import UsageError
 from kfac_bench.record import runs, score
 from kfac_bench.record.event_log import EventLog, JsonlSink
-from kfac_bench.record.events import Evaluated, Event, Resumed, RunEnded, RunStarted, TargetReached
+from kfac_bench.record.events import (
+    Evaluated,
+    Event,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    TargetReached,
+    parse,
+)
 from kfac_bench.record.score import notes
+from tests.support.denied import deny_listing
 
 INF = math.inf
 
@@ -129,6 +140,19 @@ def test_events_that_a_resume_made_void_do_not_count(tmp_path: Path) -> None:
     assert score.time_to_target_s(runs.load(write_run(tmp_path / "a", *events))) == 6.0
 
 
+def test_a_file_of_many_resumes_is_read_in_linear_time(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", evaluated(1, 1.0, 0.5), Resumed(1, 1.0, "ckpt"))
+    started, *lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+
+    def calls(count: int) -> int:
+        profile = cProfile.Profile()
+        profile.runcall(parse, "".join([started, *(count * lines)]), folder)
+        return pstats.Stats(profile).total_calls
+
+    calls(1)  # what is read once
+    assert calls(400) < 5 * calls(100)
+
+
 def test_load_takes_the_folder_or_the_file_and_resolves(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     assert runs.load(folder).path == runs.load(folder / "events.jsonl").path
@@ -151,6 +175,7 @@ def test_load_takes_the_folder_or_the_file_and_resolves(tmp_path: Path) -> None:
             ' "higher_is_better": true, "config": {}, "environment": {}}\n',
             "'metric' is not of its type",
         ),
+        (f'{{"event": "RunEnded", "step": 1{400 * "0"}, "train_s": 0}}\n', "'step' is not of"),
     ],
 )
 def test_a_file_that_is_no_run_is_refused_in_one_line(
@@ -164,7 +189,7 @@ def test_a_file_that_is_no_run_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_find_expands_a_folder_of_runs(tmp_path: Path) -> None:
+def test_find_expands_a_folder_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = write_run(tmp_path / "runs" / "demo" / "a")
     b = write_run(tmp_path / "runs" / "b")
     assert runs.find(tmp_path / "runs") == [b / "events.jsonl", a / "events.jsonl"]
@@ -174,6 +199,9 @@ def test_find_expands_a_folder_of_runs(tmp_path: Path) -> None:
         runs.find(tmp_path / "empty")
     with pytest.raises(UsageError, match="no such run"):
         runs.find(tmp_path / "absent")
+    deny_listing(monkeypatch, b.parent / "demo")
+    with pytest.raises(UsageError, match=r"runs/demo: cannot be read \(Permission denied\)"):
+        runs.find(tmp_path / "runs")
 
 
 def test_seeds_of_one_configuration_are_one_setting(tmp_path: Path) -> None:
@@ -211,12 +239,34 @@ def test_the_same_run_twice_counts_once(tmp_path: Path) -> None:
 
 def test_labels_of_optimizers(tmp_path: Path) -> None:
     for i, (name, kfac) in enumerate(
-        [("sgd", False), ("adam", False), ("adamw", False), ("sgd", True), ("muon", True)]
+        [
+            ("sgd", False),
+            ("adam", False),
+            ("adamw", False),
+            ("sgd", True),
+            ("muon", True),
+            ("eigen_adam", True),
+        ]
     ):
         write_run(tmp_path / str(i), optimizer__name=name, kfac__enabled=kfac)
     settings = runs.group(runs.load(file) for file in runs.find(tmp_path))
     labels = [setting.optimizer for setting in settings]
-    assert labels == ["Adam", "AdamW", "SGD", "K-FAC + Muon", "K-FAC + SGD"]
+    assert labels == ["Adam", "AdamW", "SGD", "EigenAdam", "K-FAC + Muon", "K-FAC + SGD"]
+
+
+def test_a_given_label_that_another_setting_has_gets_a_number(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", optimizer__lr=0.1)
+    write_run(tmp_path / "b", optimizer__lr=0.2)
+    for i, label in enumerate(("SGD (lr 0.1)", "SGD (lr 0.2)", "SGD (lr 0.1) [2]")):
+        write_run(tmp_path / str(i), optimizer__lr=1 + i, label=label)
+    settings = runs.group(runs.load(file) for file in runs.find(tmp_path))
+    assert [(s.optimizer, s.runs[0].path.parent.name) for s in settings] == [
+        ("SGD (lr 0.1)", "0"),
+        ("SGD (lr 0.1) [2]", "a"),
+        ("SGD (lr 0.1) [2] [2]", "2"),
+        ("SGD (lr 0.2)", "1"),
+        ("SGD (lr 0.2) [2]", "b"),
+    ]
 
 
 def test_equal_labels_say_what_differs(tmp_path: Path) -> None:

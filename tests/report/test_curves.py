@@ -131,6 +131,17 @@ def test_the_finding(tmp_path: Path, kfac_s: float | None, sgd_s: float | None, 
     assert f'<p class="finding">{words}</p>' in report.html(report.compare([tmp_path]))
 
 
+@pytest.mark.parametrize(("target", "words"), [
+    (0.9, "EigenAdam is 2.0x faster than SGD to accuracy 0.9"),
+    (None, "After 2 s of training EigenAdam has accuracy 0.93, SGD 0.31; after 30 steps"),
+])  # fmt: skip
+def test_the_finding_names_eigen_adam(tmp_path: Path, target: float | None, words: str) -> None:
+    """EigenAdam contains K-FAC, but is no K-FAC before another optimizer."""
+    write_run(tmp_path / "eigen_adam", optimizer="eigen_adam", kfac=True, target=target)
+    write_run(tmp_path / "sgd", target=target, seconds=4.0)
+    assert finding(report.compare([tmp_path]).settings).startswith(words)
+
+
 def test_without_a_target_the_finding_compares_equal_work(tmp_path: Path) -> None:
     """K-FAC takes 2 s for a step of 10, the others 1 s; SGD is worse than Adam."""
     free = {"target": None, "seconds": None}

@@ -64,7 +64,13 @@ def charts_of(page: str) -> Any:
 
 def test_the_page_escapes_all_texts_of_event_files(tmp_path: Path) -> None:
     write_run(tmp_path / "a", text=EVIL, optimizer=EVIL, environment={EVIL: {EVIL: EVIL}})
-    write_run(tmp_path / "b", text=EVIL, optimizer=EVIL, kfac=True, environment={"x": [EVIL]})
+    write_run(
+        tmp_path / "b",
+        text=EVIL,
+        optimizer=EVIL,
+        kfac=True,
+        environment={"x": [EVIL], "x_bytes": "9" * 400},
+    )
     table = Table(EVIL, [EVIL], [[EVIL], [Link(EVIL, EVIL)]], [EVIL])
     bars = [TimeBar(EVIL, EVIL, [1.0, 1.0, math.inf]), TimeBar(EVIL, EVIL)]
     verdict = VerdictPage(EVIL, EVIL, bars, [EVIL], EVIL, EVIL)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +16,7 @@ import yaml
 
 import kfac_bench
 from kfac_bench import cli
+from kfac_bench.benchmark import slurm_jobs
 from kfac_bench.config import compose
 from tests.support import ROOT
 
@@ -123,11 +125,16 @@ def slurm(*words):
 
 def test_batch_scripts_are_copied_and_a_changed_script_is_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "slurm", source)
+    names = {path.name for path in source.iterdir()} - {"site.sh"}
+    (source / "logs").mkdir()
+    (source / "site.sh").touch()
+    monkeypatch.setattr(slurm_jobs, "SCRIPTS", source)
     assert slurm("--to", "slurm") == 0
     said = capsys.readouterr().out
     assert "sbatch slurm/smoke.sbatch" in said
     assert "KFAC_SLURM" not in said
-    names = {p.name for p in (ROOT / "slurm").iterdir()} - {"site.sh"}
     assert {p.name for p in Path("slurm").iterdir()} == names
     Path("slurm/common.sh").unlink()
     Path("slurm/squad.sbatch").write_text("mine")
@@ -138,6 +145,11 @@ def test_batch_scripts_are_copied_and_a_changed_script_is_kept(tmp_path, monkeyp
     assert f"export KFAC_SLURM={tmp_path / 'elsewhere'}" in capsys.readouterr().out
     assert slurm("--to", "slurm/squad.sbatch/x") == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_no_file_is_read_in_the_encoding_of_the_locale():
+    files = (ROOT / "kfac_bench").rglob("*.py")
+    assert not [f for f in files if ".read_text()" in f.read_text(encoding="utf-8")]
 
 
 def test_the_citation_names_the_software_and_both_papers():

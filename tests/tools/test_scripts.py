@@ -11,7 +11,7 @@ import pytest
 
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware
-from scripts import measure_hardware, validate_local
+from scripts import measure_hardware, validate_local, version_tests
 from tests.support import forks
 
 
@@ -72,6 +72,13 @@ def test_a_wrong_name_is_refused_before_ranks_start(arguments, line, monkeypatch
     monkeypatch.setattr(validate_local.mp, "spawn", None)
     with pytest.raises(UsageError, match=line):
         validate_local.main()
+
+
+def test_an_unknown_row_of_versions_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["version_tests.py", "3.12", "3.7"])
+    with pytest.raises(SystemExit):
+        version_tests.main()
+    assert "error: 3.7: no such row; choose light, oldest, " in capsys.readouterr().err
 
 
 def test_steps_are_predicted_and_measured_by_kind(monkeypatch, capsys):

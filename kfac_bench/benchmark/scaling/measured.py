@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kfac_bench.output import counted
 from kfac_bench.record.events import Resumed, Trained
-from kfac_bench.record.runs import Run, number, option, plain
+from kfac_bench.record.runs import Run, has_kfac, number, option, plain
 
 STAGES: Mapping[str, tuple[str, ...]] = {
     "factors": ("ComputeFactor", "ComputeSecondMoment"),
@@ -129,7 +129,7 @@ def measure(runs: Iterable[Run]) -> list[ScalingPoint]:
     alike: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in runs:
         if len(_windows(run)) > 0 and _world_size(run) > 0:
-            every = tuple(_every(run, stage) for stage in STAGES) if _has_kfac(run) else ()
+            every = tuple(_every(run, stage) for stage in STAGES) if has_kfac(run) else ()
             alike[_task(run), strategy(run), every, _world_size(run), _batch(run)].append(run)
     points = [_point(rounds) for rounds in alike.values()]
     return sorted(points, key=lambda p: (p.task, bool(p.every), p.strategy, p.world_size))
@@ -138,7 +138,7 @@ def measure(runs: Iterable[Run]) -> list[ScalingPoint]:
 def strategy(run: Run) -> str:
     """Return ``comm_opt`` or ``hybrid_opt@0.25``; without K-FAC, the optimizer's name."""
     config = run.started.config
-    if not _has_kfac(run):
+    if not has_kfac(run):
         return plain(option(config, "optimizer", "name") or "unknown optimizer")
     share = option(config, "kfac", "grad_worker_fraction")
     name = plain(option(config, "kfac", "strategy"))
@@ -150,10 +150,6 @@ def with_fraction(name: str, share: float | None) -> str:
     return name if share is None else f"{name}@{share:g}"
 
 
-def _has_kfac(run: Run) -> bool:
-    return bool(option(run.started.config, "kfac", "enabled"))
-
-
 def _point(runs: Sequence[Run]) -> ScalingPoint:
     windows = [_windows(run) for run in runs]
     steps = [[after.step - before.step for before, after in each] for each in windows]
@@ -162,7 +158,7 @@ def _point(runs: Sequence[Run]) -> ScalingPoint:
         for each, taken in zip(windows, steps, strict=True)
     ]
     one = runs[0]
-    every = {s: _every(one, s) for s in STAGES} if _has_kfac(one) else {}
+    every = {s: _every(one, s) for s in STAGES} if has_kfac(one) else {}
     stages = {}
     for stage in every:
         means = [_stage_s(each, taken, stage) for each, taken in zip(windows, steps, strict=True)]
@@ -206,10 +202,7 @@ def _stage_s(windows: Sequence[tuple[Trained, Trained]], steps: Sequence[int], s
     """Return the mean seconds of a stage per step."""
     total = 0.0
     for (_, event), taken in zip(windows, steps, strict=True):
-        # Event files are not trusted: any JSON value may stand where a mapping belongs.
-        means = event.stage_mean_s if isinstance(event.stage_mean_s, Mapping) else {}
-        kinds = (number(means.get(kind, 0.0)) for kind in STAGES[stage])
-        total += taken * sum(kinds)
+        total += taken * sum(event.stage_mean_s.get(kind, 0.0) for kind in STAGES[stage])
     return total / sum(steps)
 
 
@@ -219,12 +212,10 @@ def _every(run: Run, stage: str) -> int:
 
 def _payload_bytes(run: Run) -> float:
     """Return the mean bytes per step, for which each stage of the plan counts at its interval."""
-    sent = run.started.payload_bytes if isinstance(run.started.payload_bytes, Mapping) else {}
     rarely = {"factors": "factors", "decompose": "decompositions"}
     total = 0.0
-    for stage, kinds in sent.items():
-        if isinstance(kinds, Mapping):
-            total += sum(map(number, kinds.values())) / _every(run, rarely.get(stage, ""))
+    for stage, kinds in run.started.payload_bytes.items():
+        total += sum(kinds.values()) / _every(run, rarely.get(stage, ""))
     return total
 
 

@@ -141,6 +141,8 @@ def _simulated(request: ScalingRequest, machine: Hardware) -> scaling_report.Sim
 
 def _submit(request: ScalingRequest, say: Callable[[str], None]) -> None:
     """Submit a job for each unfinished run; the last job of each world size writes the results."""
+    if all(map(_has_finished, request.cells)):
+        say("all runs have finished, so no job is submitted. --launcher none writes the results")
     # The last --launcher counts.
     after = [sys.executable, *KFAC_BENCH, "scaling", *request.words, "--launcher", "none"]
     for world_size in request.world_sizes:

@@ -1,7 +1,6 @@
 """The tables and the figure of measured scaling: a step's stages, and efficiency over ranks."""
 
 import math
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from kfac_bench.report.figure_style import (
     label_ends,
     our_look,
     say_cut,
+    set_title,
     to_svg,
     use_powers_of_two,
 )
@@ -205,16 +205,12 @@ def svg(points: Sequence[ScalingPoint], title: str, simulated: Simulated, where:
         width = max(_NARROWEST_IN, 0.62 * len(points) + 1.6)
         figure = Figure(figsize=(width, 4.6 + _LINES_IN), layout="constrained")
         bars, lines = figure.subplots(2, 1, height_ratios=[4.6, _LINES_IN])
-        _title(bars, step_finding(points), title)
+        set_title(bars, step_finding(points), title, _LETTERS)
         _bars(bars, points)
         _lines(lines, points, simulated)
-        _title(lines, efficiency_finding(points), f"thin, with crosses: {where}" * bool(simulated))
+        below = f"thin, with crosses: {where}" * bool(simulated)
+        set_title(lines, efficiency_finding(points), below, _LETTERS)
         return to_svg(figure)
-
-
-def _title(axes: Axes, finding: str, subject: str) -> None:
-    lines = [textwrap.fill(line, _LETTERS) for line in (finding, subject) if line]
-    axes.set_title("\n".join(lines), loc="left")
 
 
 def _bars(axes: Axes, points: Sequence[ScalingPoint]) -> None:

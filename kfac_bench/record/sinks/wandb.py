@@ -120,12 +120,13 @@ def local_runs(directory: Path, run_id: str, kind: str = "*run") -> list[Path]:
     return sorted(directory.glob(f"wandb/{kind}-????????_??????-{wandb_id(run_id)}"))
 
 
-def sent(run_id: str, project: str, entity: str | None) -> tuple[float, str]:
-    """Return the time of the last point on W&B's server, and the run's state there.
+def sent(run_id: str, project: str, entity: str | None) -> tuple[float, int, str]:
+    """Return the time of the last points on W&B's server, and the run's state there.
 
     Returns:
-        The training time of the latest point in seconds, -inf without a point. And a state such as
-        ``finished`` or ``crashed``, empty if the server has no such run.
+        The training time of the latest points in seconds, -inf without a point. The number of
+        points at this time. And a state such as ``finished`` or ``crashed``, empty if the server
+        has no such run.
 
     Raises:
         UsageError: The server does not answer, or does not send its rows.
@@ -140,10 +141,12 @@ def sent(run_id: str, project: str, entity: str | None) -> tuple[float, str]:
         rows = list(run.scan_history(**fresh)) if last >= 0 else []
         if last >= 0 and not rows:  # otherwise the caller would send all rows again
             raise ValueError(f"it has rows up to {last}, but sends none")
-        return max((number(row.get("train_s", 0)) for row in rows), default=-math.inf), run.state
+        times = [number(row.get("train_s", 0)) for row in rows]
+        last_s = max(times, default=-math.inf)
+        return last_s, times.count(last_s), run.state
     except Exception as error:  # some reads raise errors of wandb's own service, of another class
         if "could not find run" in str(error).lower():
-            return -math.inf, ""
+            return -math.inf, 0, ""
         raise UsageError(f"W&B does not say what it has of {run_id}: {error}") from None
 
 

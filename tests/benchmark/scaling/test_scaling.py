@@ -405,3 +405,8 @@ def test_without_slurm_there_is_a_one_line_error(tmp_path, capsys, monkeypatch):
     assert call(*WORDS, "--launcher=slurm", f"--runs-dir={tmp_path}") == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "--launcher slurm: there is no sbatch on this machine" in line
+    words = ("--world-size=1", "--strategy=comm_opt", "--rounds=1", f"--runs-dir={tmp_path}")
+    for each in parse(*words).cells:
+        write(each.path())
+    assert call(*WORDS, *words, "--launcher=slurm") == 0
+    assert "all runs have finished, so no job is submitted" in capsys.readouterr().out
