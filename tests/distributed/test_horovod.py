@@ -410,7 +410,7 @@ def test_the_documented_command_trains(tmp_path):
 
 @pytest.mark.slow
 def test_bad_input_is_reported_once_even_if_rank_0_is_last(tmp_path, monkeypatch):
-    late = "import os, time\nif os.environ.get('HOROVOD_RANK') == '0':\n    time.sleep(3)\n"
+    late = "import os, time\nif os.environ.get('HOROVOD_RANK') == '0':\n    time.sleep(1)\n"
     (tmp_path / "sitecustomize.py").write_text(late)
     path = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{path}")
