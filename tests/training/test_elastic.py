@@ -37,10 +37,10 @@ from tests.support.runs import (
 
 STABLE = (*KFAC, "optimizer.lr=0.02", "kfac.damping=0.1", "kfac.spread=false")
 LONG = (
-    "trainer.max_steps=400",
+    "trainer.max_steps=200",
     "trainer.log_freq=1",
-    "trainer.eval_freq=400",
-    "trainer.checkpoint_freq=50",
+    "trainer.eval_freq=200",
+    "trainer.checkpoint_freq=25",
 )
 """A run of some seconds, so that a test can kill it in between."""
 
@@ -85,7 +85,7 @@ def test_a_killed_rank_loses_only_steps_since_the_last_checkpoint(tmp_path):
     restarts = ("--nproc-per-node", "2", "--max-restarts", "3")
     path = tmp_path / "runs" / "killed"
     with started(Agent(tmp_path, restarts, options)) as [agent]:
-        for rank, step in ((1, 50), (0, 200)):
+        for rank, step in ((1, 25), (0, 100)):
             wait_for_checkpoint(path, step)
             os.kill(agent.rank(rank), signal.SIGKILL)
         assert agent.exit_code() == 0, agent.said
@@ -94,11 +94,11 @@ def test_a_killed_rank_loses_only_steps_since_the_last_checkpoint(tmp_path):
     straight = tmp_path / "straight"
     assert end(path).weights_sha256 == end(straight).weights_sha256
     assert [e.loss for e in of_kind(path, Trained)] == [e.loss for e in of_kind(straight, Trained)]
-    assert steps_of(path, Trained) == list(range(1, 401))
+    assert steps_of(path, Trained) == list(range(1, 201))
     raw = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
     resumed = [e["step"] for e in raw if e["event"] == "Resumed"]
-    assert resumed[0] >= 50
-    assert resumed[1] >= 200
+    assert resumed[0] >= 25
+    assert resumed[1] >= 100
     assert len(resumed) == 2
     assert said.count("kfac-train: rank 0: lost another rank") == 1
     assert "Traceback" not in said
@@ -131,13 +131,13 @@ def test_the_other_nodes_go_on_after_one_is_lost(tmp_path, port):
     wait_for_port(port)
     second = Agent(tmp_path, elastic, options)
     with started(first, second):
-        wait_for_checkpoint(path, 50)
+        wait_for_checkpoint(path, 25)
         assert json.loads((path / "run.json").read_text())["world_size"] == 2
         second.kill()
         assert first.exit_code() == 0, first.said
     assert json.loads((path / "run.json").read_text())["world_size"] == 2, "of the first start"
     assert of_kind(path, Resumed)[-1].environment["world_size"] == 1
-    assert steps_of(path, Trained) == list(range(1, 401))
+    assert steps_of(path, Trained) == list(range(1, 201))
     assert steps_of(path, Resumed)
     _, alone = train(tmp_path, *calm, "run_id=alone")
     ours, theirs = ([e.loss for e in of_kind(p, Trained)] for p in (path, alone))

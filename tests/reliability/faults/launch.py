@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from kfac_bench.cli import entry
 from tests.support import forks
 from tests.support.forks import own_port
 
@@ -93,6 +94,8 @@ def _rank(
 
     os.environ.update(environment)
     os.setpgid(0, 0)
+    # No launcher ends the other ranks when one has ended, so they need not wait for rank 0 to speak.
+    entry.RANK_0_SPEAKS_S = 0
     # A fork of the server would start its own children through the server too. Real ranks fork.
     set_start_method("fork", force=True)
     for number, name in ((1, "out"), (2, "err")):
