@@ -164,7 +164,7 @@ def _refuse_additions(node: Any, prefix: str = "") -> None:
 
 def to_yaml(config: TrainConfig) -> str:
     """Return the resolved configuration, as ``config.yaml`` holds it."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
 def shown(found: TrainConfig) -> str:

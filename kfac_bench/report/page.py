@@ -6,6 +6,7 @@ but the page's own and loads no other file.
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,9 @@ def _verdict(verdict: VerdictPage, drawn: dict[str, Style]) -> dict[str, Any]:
     }
 
 
+@cache
 def _template() -> jinja2.Template:
+    """Return the template. Its compilation takes longer than a page."""
     return jinja2.Environment(
         loader=jinja2.PackageLoader("kfac_bench", "."),
         autoescape=True,

@@ -57,7 +57,10 @@ class Network:
         The model assumes that all groups send at the same time, so this group gets
         m / ranks_per_node of the bandwidth.
         """
-        nodes = len({rank // self.ranks_per_node for rank in ranks})
+        if ranks[-1] - ranks[0] == len(ranks) - 1:  # neighbours, in their order
+            nodes = ranks[-1] // self.ranks_per_node - ranks[0] // self.ranks_per_node + 1
+        else:
+            nodes = len({rank // self.ranks_per_node for rank in ranks})
         if nodes == 1:
             return self.intra
         share = min(1.0, len(ranks) / nodes / self.ranks_per_node)

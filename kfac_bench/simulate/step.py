@@ -114,28 +114,34 @@ def _run(
     busy: dict[str, list[float]] = defaultdict(lambda: [0.0] * plan.world_size)
     for op in plan.ops(stage):
         seconds = op_seconds(op, plan.method, work, hardware, conduct)
-        lane = busy[type(op).__name__]
+        lane, own = busy[type(op).__name__], _places(op.ranks)
         if isinstance(op, Message):
             # A broadcast waits for its root's result, a sum for the results of all ranks.
             if isinstance(op, _SHARES) and not conduct.sums_shares:
                 ready = compute[op.root]
             else:
-                ready = max(compute[rank] for rank in op.ranks)
-            end = max(ready, max(network[rank] for rank in op.ranks)) + seconds
-            for rank in op.ranks:
-                network[rank] = end
-                lane[rank] += seconds
+                ready = max(compute[own])
+            network[own] = [max(ready, max(network[own])) + seconds] * len(op.ranks)
             if isinstance(op, ShareGradients):
                 calls_s = len(op.members) * conduct.write_calls * hardware.rates.op_s
-                for rank in op.ranks:
-                    received[rank] += 0.0 if rank == op.root else calls_s
+                of_root = received[op.root]
+                received[own] = [calls + calls_s for calls in received[own]]
+                received[op.root] = of_root
         else:
             seconds *= hardware.slowdown(plan.world_size)
-            for rank in op.ranks:
-                compute[rank] += seconds
-                lane[rank] += seconds
+            compute[own] = [end + seconds for end in compute[own]]
+        lane[own] = [used + seconds for used in lane[own]]
     ends = [max(c, n) + r for c, n, r in zip(compute, network, received, strict=True)]
     return max(ends), {kind: max(each) for kind, each in busy.items()}
+
+
+def _places(ranks: Sequence[int]) -> slice:
+    """Return where these ranks are in a list of all: they are the world, or a row or column of it.
+
+    Slices of lists are several times as fast as a loop over thousands of ranks.
+    """
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return slice(ranks[0], ranks[-1] + 1, step)
 
 
 def op_seconds(

@@ -93,7 +93,8 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
         kfac.detach()
         report = kfac.report()
     layers = [] if report is None else report.layers
-    step = _step(model, partial(builders.output, model, inputs), layers)
+    forward_pass = partial(builders.output, model, inputs)
+    step = _step(model, forward_pass, layers, has_seeds=config.kfac.fisher in _SEEDED)
     seeds = _seeds(config, builders.likelihood, step.outputs)
     reduced = step.samples if config.kfac.weight_sharing == "reduce" else None
 
@@ -123,6 +124,10 @@ def _examples_of_a_rank(config: TrainConfig, world_size: int) -> tuple[int, int]
     return batch // world_size // parts, -(-batch // world_size)
 
 
+_SEEDED = ("mc", "type2")
+"""The values of ``kfac.fisher`` with extra backward passes."""
+
+
 def _seeds(config: TrainConfig, likelihood: str, outputs: torch.Size) -> int:
     """Return the number of extra gradients that ``kfac.fisher`` sends back from the output."""
     if config.kfac.fisher == "type2":
@@ -139,7 +144,8 @@ class _Step:
     forward: float
     backward: float
     to_layers: float
-    """FLOPs of sending a gradient of the output back to the covered layers, and no further."""
+    """FLOPs of sending a gradient of the output back to the covered layers, and no further.
+    0 if ``kfac.fisher`` sends none."""
     outputs: torch.Size
     """Shape of the output."""
     samples: Mapping[str, int]
@@ -148,7 +154,9 @@ class _Step:
     """Samples times shared positions of each layer."""
 
 
-def _step(model: nn.Module, forward_pass: Callable[[], Any], layers: Sequence[Layer]) -> _Step:
+def _step(
+    model: nn.Module, forward_pass: Callable[[], Any], layers: Sequence[Layer], *, has_seeds: bool
+) -> _Step:
     """Take one training step, and count what the covered layers see in it."""
     samples: Counter[str] = Counter()
     rows: Counter[str] = Counter()
@@ -179,7 +187,7 @@ def _step(model: nn.Module, forward_pass: Callable[[], Any], layers: Sequence[La
         outputs = made if isinstance(made, tuple) else (made,)
         total = sum((x.sum() for x in outputs if x is not None), torch.zeros((), device="meta"))
     with FlopCounterMode(display=False) as to_layers:
-        if edges:
+        if edges and has_seeds:
             torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True)
     rows.clear()  # the pass to the layers has counted them too
     with FlopCounterMode(display=False) as backward:

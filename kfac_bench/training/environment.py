@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import threading
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,12 @@ def cpu_name() -> str:
     return next(names, unnamed)
 
 
+@cache
 def _git_commit() -> str:
     """Return the commit of the checkout that holds this package, or an empty string.
 
-    `+changes` follows the commit if files differ from it.
+    `+changes` follows the commit if files differ from it. A process asks git once: its code stays
+    as it is.
     """
     here = Path(__file__).parents[1]
     git = ["git", "-C", str(here)]

@@ -5,8 +5,6 @@ import functools
 import importlib.util
 import os
 import runpy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated, Resumed
 from kfac_bench.training import checkpoint, run
+from tests.reliability.faults import launch
 from tests.support import ROOT
 from tests.support.distributed import close_pools, run_ranks
 from tests.support.quick import quick_if, slow
@@ -470,38 +469,16 @@ def test_the_example_script_runs():
 # ---- the command ----
 
 
-def command(folder, *options):
-    """Run kfac-train with torchrun as users type it, and return exit code and output."""
-    # Users need not set DeepSpeed's environment variables.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("DS_")}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    ended = subprocess.run(
-        [
-            *torchrun,
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "kfac_bench",
-            "backend=deepspeed",
-            *options,
-            f"runs_dir={folder}",
-        ],
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    return ended.returncode, ended.stdout + ended.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.supports("deepspeed zero 2", "kfac-train")
 @pytest.mark.supports("deepspeed zero 2", "documented command")
 def test_the_documented_command_trains(tmp_path):
-    code, said = command(
-        tmp_path, *SMALL, "backend.zero_stage=2", "trainer.max_steps=6", "run_id=r"
-    )
-    assert code == 0, said
+    """The ranks are forks with torchrun's variables, which import DeepSpeed for the first time."""
+    options = [*SMALL, "backend=deepspeed", "backend.zero_stage=2", "trainer.max_steps=6"]
+    options += [f"runs_dir={tmp_path}", "run_id=r"]
+    ended = launch.by_hand(tmp_path, 2, options, is_slow=False)
+    said = ended.out + ended.errors
+    assert ended.codes == [0, 0], said
     assert [e.step for e in of_kind(tmp_path / "r", Evaluated)][-1] == 6
     for noise in ("DeepSpeed", "deepspeed", "Warning", "builtins", "ninja"):
         assert noise not in said.replace("backend=deepspeed", ""), said

@@ -1,9 +1,6 @@
 """Runs with backend=fsdp2 train like one process, and write the same checkpoints."""
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -18,6 +15,7 @@ from kfac_bench.errors import RunFailedError
 from kfac_bench.models.image_networks import cifar_resnet
 from kfac_bench.record.events import Evaluated, Resumed, Trained
 from kfac_bench.training import checkpoint
+from tests.reliability.faults import launch
 from tests.support.distributed import run_ranks
 from tests.support.quick import quick_if, slow
 from tests.support.runs import (
@@ -199,15 +197,9 @@ def test_blocks_are_the_members_of_the_outermost_lists():
 @pytest.mark.slow
 @pytest.mark.supports("fsdp2", "documented command")
 def test_the_documented_command_trains(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", "-m", "kfac_bench", *SMALL, "backend=fsdp2", "trainer.max_steps=5"]
-    done = subprocess.run(
-        [*command, f"runs_dir={tmp_path}", "run_id=r"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    """The ranks are forks with torchrun's variables; tests/cli/test_cli.py starts a torchrun."""
+    options = [*SMALL, "backend=fsdp2", "trainer.max_steps=5", f"runs_dir={tmp_path}", "run_id=r"]
+    ended = launch.by_hand(tmp_path, 2, options, is_slow=False)
+    assert ended.codes == [0, 0], ended.errors
     assert json.loads((tmp_path / "r" / "run.json").read_text())["world_size"] == 2
     assert end(tmp_path / "r").step == 5

@@ -1,7 +1,6 @@
 """docs/how-to/training_frameworks.md shows lines of examples/; frameworks may be missing."""
 
 import importlib
-import os
 import re
 import runpy
 import subprocess
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from tests.support import ROOT
+from tests.support.examples import run_on_ranks
 
 PAGE = (ROOT / "docs/how-to/training_frameworks.md").read_text()
 SHOWN = re.findall(r"/(\w+\.py)\) is a complete .*?:\n\n```python\n(.*?)```", PAGE, re.DOTALL)
@@ -73,17 +73,7 @@ def test_the_heat_equation_has_the_solution_that_errors_are_measured_against(dou
 @pytest.mark.ranks
 def test_the_plain_example_runs_and_learns():
     """On two ranks: both have the same weights, so both print the same loss."""
-    command = "torch.distributed.run --standalone --nproc-per-node 2 examples/plain_training.py"
-    done = subprocess.run(
-        [sys.executable, "-m", *command.split()],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = re.findall(r"loss ([\d.]+)", done.stdout)
+    losses = re.findall(r"loss ([\d.]+)", run_on_ranks("plain_training.py"))
     assert len(losses) == 2
     assert losses[0] == losses[1]
     assert float(losses[0]) < 0.5

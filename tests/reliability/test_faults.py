@@ -69,10 +69,16 @@ WRONG = {
 }
 
 
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """Return the weights of runs without a fault, which run once."""
+    return matrix.References(tmp_path_factory.mktemp("references"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", quick_if(("a traceback", "other weights").__contains__, WRONG))
-def test_a_defect_is_reported(wrong, tmp_path):
-    (outcome,) = matrix.run([WRONG[wrong]], [1], ["comm_opt"], lambda line: None)
+def test_a_defect_is_reported(wrong, tmp_path, references):
+    outcome = matrix.try_one(WRONG[wrong], 1, "comm_opt", tmp_path / "case", references)
     assert wrong in outcome.wrong
 
 

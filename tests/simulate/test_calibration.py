@@ -1,4 +1,4 @@
-"""The released code's plan and calls, the fit of a machine's constants, the folds of Table 5."""
+"""The released code's plan, the fit of a machine's constants, its folds and its validation."""
 
 import shutil
 import sys
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import simulation_folds
 from benchmarks.simulation_folds import BEGIN, END, folds, main, time_errors
 from kfac_bench.config import compose
 from kfac_bench.core.planning.plan import Message, Stage
@@ -14,6 +15,7 @@ from kfac_bench.simulate.calibration import Constants, Observation, fit, predict
 from kfac_bench.simulate.conduct import SC20_CODE
 from kfac_bench.simulate.step import Workload, step_time
 from kfac_bench.simulate.sweep import SGD, Intervals, Variant, released_plan, sweep
+from scripts import calibrate
 from scripts.calibrate import RANKS, minutes_of
 from tests.support.made_up_machine import BETA, MACHINE, work_of
 
@@ -146,8 +148,15 @@ def test_a_page_without_marks_is_refused_before_anything_is_computed(tmp_path, m
     assert page.read_text() == "my own text"
 
 
+@pytest.fixture(scope="module")
+def resnets():
+    """Return the work of the paper's ResNets, whose dry runs take most of the time."""
+    return calibrate.resnets(calibrate.published())
+
+
 @pytest.mark.slow
-def test_the_page_has_the_tables_that_the_command_prints(tmp_path, monkeypatch):
+def test_the_page_has_the_tables_that_the_command_prints(tmp_path, monkeypatch, resnets):
+    monkeypatch.setattr(simulation_folds, "resnets", lambda paper: resnets)
     page = compose.CONF_DIR.parent / "docs" / "lab" / "simulation_folds.md"
     copy = tmp_path / "page.md"
     shutil.copy(page, copy)
@@ -156,3 +165,34 @@ def test_the_page_has_the_tables_that_the_command_prints(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["simulation_folds.py", str(copy)])
     assert main() == 0
     assert copy.read_text() == page.read_text()
+
+
+@pytest.mark.slow
+def test_the_validation_script_reproduces_the_calibrated_hardware_file(
+    tmp_path, monkeypatch, resnets
+):
+    """The script fails if conf/hardware/longhorn_v100.yaml differs from the result of its fit."""
+    # Run as a script, its folder is on the path.
+    monkeypatch.syspath_prepend(compose.CONF_DIR.parent / "scripts")
+    from scripts import validate_simulation
+
+    monkeypatch.setattr(validate_simulation, "resnets", lambda paper: resnets)
+    out = tmp_path / "table.md"
+    monkeypatch.setattr(sys, "argv", ["validate_simulation.py", str(out)])
+    assert validate_simulation.main() == 0
+    rows = {
+        r[0].strip(): r[1:] for r in (x.split("|")[1:] for x in out.read_text().split("\n")) if r
+    }
+    fitted = [cells for name, cells in rows.items() if name.startswith("Table 5, resnet")]
+    assert len(fitted) == 12
+    assert all(cells[2].strip() == "used" for cells in fitted)
+    pairs = [[float(text.split()[0]) for text in cells[:2]] for cells in fitted]
+    assert sum(abs(a / b - 1) for a, b in pairs) / 12 < 0.06
+    read_as_128 = f"Fig. 8, {validate_simulation.READ_AS_128}"
+    efficiencies = [
+        float(cells[2].split()[0])
+        for name, cells in rows.items()
+        if name.startswith(read_as_128) and cells[2].strip() != "used"
+    ]
+    assert len(efficiencies) == 2
+    assert sum(map(abs, efficiencies)) / 2 < 6

@@ -623,34 +623,6 @@ def test_the_label_of_a_variant_is_the_text_that_names_it():
     assert variant("hybrid_opt@0.25") == Variant("hybrid_opt", 0.25)
 
 
-@pytest.mark.slow
-def test_the_validation_script_reproduces_the_calibrated_hardware_file(tmp_path, monkeypatch):
-    """The script fails if conf/hardware/longhorn_v100.yaml differs from the result of its fit."""
-    # Run as a script, its folder is on the path.
-    monkeypatch.syspath_prepend(compose.CONF_DIR.parent / "scripts")
-    from scripts import validate_simulation
-
-    out = tmp_path / "table.md"
-    monkeypatch.setattr(sys, "argv", ["validate_simulation.py", str(out)])
-    assert validate_simulation.main() == 0
-    rows = {
-        r[0].strip(): r[1:] for r in (x.split("|")[1:] for x in out.read_text().split("\n")) if r
-    }
-    fitted = [cells for name, cells in rows.items() if name.startswith("Table 5, resnet")]
-    assert len(fitted) == 12
-    assert all(cells[2].strip() == "used" for cells in fitted)
-    pairs = [[float(text.split()[0]) for text in cells[:2]] for cells in fitted]
-    assert sum(abs(a / b - 1) for a, b in pairs) / 12 < 0.06
-    read_as_128 = f"Fig. 8, {validate_simulation.READ_AS_128}"
-    efficiencies = [
-        float(cells[2].split()[0])
-        for name, cells in rows.items()
-        if name.startswith(read_as_128) and cells[2].strip() != "used"
-    ]
-    assert len(efficiencies) == 2
-    assert sum(map(abs, efficiencies)) / 2 < 6
-
-
 def test_the_sweep_imports_no_torch():
     code = "import sys; import kfac_bench.simulate.sweep; sys.exit('torch' in sys.modules)"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

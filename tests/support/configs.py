@@ -1,12 +1,13 @@
 """What the tests of conf/ and the command line share, and a quick way to compose for all others."""
 
+import copy
 import functools
 import os
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, ValueNode
 
 from kfac_bench import config
 from kfac_bench.config import compose, conf_files, problem_file, recipes
@@ -31,12 +32,39 @@ def _composed(places, *choices):
 
 
 @functools.cache
+def _tree(places, *choices):
+    """Return the same as OmegaConf, which knows the type of each option."""
+    return OmegaConf.structured(_composed(places, *choices))
+
+
+@functools.cache
 def _parsed(override):
     return OverridesParser.create().parse_override(override)
 
 
+@functools.cache
+def _value(override, places, *choices):
+    """Return the value of an option as OmegaConf converts it, which raises if the type is wrong."""
+    parsed = _parsed(override)
+    path, _, name = parsed.key_or_group.rpartition(".")
+    value, tree = parsed.value(), _tree(places, *choices)
+    assert parsed.type == OverrideType.CHANGE
+    assert not isinstance(value, dict), "a part of an option"
+    assert "${" not in override, "a value that changes"
+    section = OmegaConf.select(tree, path) if path else tree
+    node = section._get_node(name)
+    if isinstance(node, ValueNode) and not isinstance(value, list):
+        node = copy.deepcopy(node)
+        node._set_value(value)
+        return node._value()
+    section = copy.deepcopy(section)
+    OmegaConf.update(section, name, value)
+    found = OmegaConf.to_object(section)
+    return found[name] if isinstance(found, dict) else getattr(found, name)
+
+
 def quick_load(overrides, config_dir=None, ranks=None):
-    """Return what ``compose.load`` returns, eight times as fast where only values differ.
+    """Return what ``compose.load`` returns, a hundred times as fast where only values differ.
 
     Hydra composes each set of choices (``model=resnet8``, ``experiment=mine``) once in a process;
     the values (``trainer.max_steps=3``) are then set in a copy. Hydra composes whatever this
@@ -46,21 +74,29 @@ def quick_load(overrides, config_dir=None, ranks=None):
         return _load(overrides, config_dir, ranks)
     try:
         assert recipes.choose(overrides, None, ranks) is None
-        parsed = [_parsed(override) for override in overrides]
-        is_choice = [o.key_or_group in CHOICES for o in parsed]
-        choices = [text for text, choice in zip(overrides, is_choice, strict=True) if choice]
+        keys = {text: _parsed(text).key_or_group for text in overrides}
+        choices = [text for text in overrides if keys[text] in CHOICES]
         places = (compose.CONF_DIR, *conf_files.ADDED, *map(os.environ.get, VARIABLES))
-        tree = OmegaConf.structured(_composed(places, *choices))
-        for override, choice in zip(parsed, is_choice, strict=True):
-            if not choice:
-                assert override.type == OverrideType.CHANGE
-                assert override.key_or_group not in OF_WANDB
-                OmegaConf.update(tree, override.key_or_group, override.value())
-        found = OmegaConf.to_object(tree)
-        config.check(found)
+        found = copy.deepcopy(_composed(places, *choices))
+        for text in overrides:
+            if keys[text] not in CHOICES:
+                assert keys[text] not in OF_WANDB
+                *path, name = keys[text].split(".")
+                section = functools.reduce(_member, path, found)
+                value = copy.deepcopy(_value(text, places, *choices))
+                if isinstance(section, dict):
+                    section[name] = value
+                else:
+                    assert hasattr(section, name)
+                    setattr(section, name, value)
     except Exception:
         return _load(overrides, None, ranks)
+    config.check(found)
     return found
+
+
+def _member(section, name):
+    return section[name] if isinstance(section, dict) else getattr(section, name)
 
 
 def refused(overrides, config_dir=None):

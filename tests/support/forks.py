@@ -12,6 +12,7 @@ import multiprocessing
 import socket
 import traceback
 from contextlib import contextmanager
+from multiprocessing import forkserver
 
 PRELOAD = (
     "kfac_bench.benchmark.local_runs",
@@ -37,10 +38,13 @@ def server():
 def prepare():
     """In a fork: what multiprocessing starts here is forked, as in any other process.
 
-    Garbage collections skip what the server imported; they would copy all pages of these objects.
+    Who asks for a server here gets the server that made this fork. Garbage collections skip what
+    the server imported; they would copy all pages of these objects.
     """
     gc.freeze()
     multiprocessing.set_start_method("fork", force=True)
+    # A fork knows the address of its server, but would start another one.
+    forkserver._forkserver.ensure_running = lambda: None
 
 
 def call(function, *arguments):

@@ -1,13 +1,17 @@
 """The measuring commands run and compute correctly. No test depends on speed."""
 
+import io
 import json
 import math
 import os
+import runpy
 import statistics
 import subprocess
 import sys
 import time
 import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +37,7 @@ from benchmarks.models import Size
 from kfac_bench.core import KFAC
 from kfac_bench.core.execution.background import Background
 from kfac_bench.errors import UsageError
-from tests.support import ROOT
+from tests.support import ROOT, forks
 
 QUICK = Size(quick=True)
 TINY = Case("encoder", QUICK)
@@ -52,6 +56,24 @@ def run_script(name, *arguments):
     command = [sys.executable, f"benchmarks/{name}", *map(str, arguments)]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def run_forked(path, *arguments):
+    """Run a file as a script in a fork, which needs no imports."""
+    return subprocess.CompletedProcess([], *forks.call(script_in_fork, path, arguments))
+
+
+def script_in_fork(path, arguments):
+    """Run the file, in whose processes memory is measured in forks too."""
+    memory.subprocess = SimpleNamespace(run=lambda command, **_: run_forked(*command[1:]))
+    sys.argv = [path, *arguments]
+    code = 0
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code
+    return code or 0, out.getvalue(), errors.getvalue()
 
 
 # ---- an interval from its kinds of steps ----
@@ -410,8 +432,9 @@ def test_bad_input_of_speed_is_one_line_and_exit_code_2(
 @pytest.fixture(scope="module")
 def gpu_run(tmp_path_factory):
     path = tmp_path_factory.mktemp("gpu")
-    paths = ["--out", path / "gpu.json", "--page", path / "docs" / "gpu.md"]
-    done = run_script("gpu.py", "--quick", "--device", "cpu", *paths)
+    paths = ["--out", str(path / "gpu.json"), "--page", str(path / "docs" / "gpu.md")]
+    script = str(ROOT / "benchmarks" / "gpu.py")
+    done = run_forked(script, "--quick", "--device", "cpu", *paths)
     assert done.returncode == 0, done.stderr
     return json.loads((path / "gpu.json").read_text()), (path / "docs" / "gpu.md").read_text()
 

@@ -105,9 +105,8 @@ def test_an_installed_wheel_runs_all_commands_outside_the_repository(wheel, tmp_
     assert run("kfac-train", "--version").strip() == kfac_bench.__version__
     run("kfac-train", *TINY)
     # No other command of this test reads conf/hardware.
-    simulated = ("model=resnet50", "data=imagefolder", "--hardware=two_cores", "--world-size=2")
-    said = run("kfac-plan", "simulate", *simulated)
-    assert "simulated: resnet50 on imagefolder" in said
+    said = run("kfac-plan", "simulate", *TINY[:2], "--hardware=two_cores", "--world-size=2")
+    assert "simulated: autoencoder on digits" in said
     assert "hardware two_cores" in said
     run("kfac-data", "make-demo", "cifar10", "cifar")
     assert "demo: " in run("kfac-bench", "list")

@@ -2,7 +2,9 @@
 
 import json
 import math
+import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +15,10 @@ from benchmarks import peers, peers_desk, peers_loop, peers_results, peers_torch
 from benchmarks.peers import COMPETITORS, STUDY
 from benchmarks.peers_loop import Work
 from benchmarks.peers_results import Results, Row
+from kfac_bench.benchmark import local_runs
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
-from tests.support import ROOT
+from tests.support import ROOT, forks
 from tests.support.configs import quick_load
 from tests.support.quick import quick_if
 
@@ -311,12 +314,26 @@ def test_bad_input_is_one_line(arguments, reason, capsys, monkeypatch):
     assert error.count("\n") == 1
 
 
+def script_in_fork(words):
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/usr/share/datasets/fashion-mnist").exists(), reason="needs Fashion-MNIST"
 )
 def test_a_short_run_without_jax(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
+    real, jobs = local_runs.run_command, []
+
+    def run(command):
+        """Run the first job in a process of its own, as a user does, and the others in forks."""
+        jobs.append(command)
+        return real(command) if len(jobs) == 1 else (forks.call(script_in_fork, command[1:]), "")
+
+    monkeypatch.setattr(local_runs, "run_command", run)
     short = ["--steps", "1", "--trials", "1", "--seeds", "0", "--competitors", "adam,kfac_jax"]
     places = ["--environment", tmp_path / "nowhere", "--out", tmp_path / "peers.json"]
     assert peers.main([*short, *map(str, places)]) == 0
@@ -324,4 +341,4 @@ def test_a_short_run_without_jax(tmp_path, monkeypatch, capsys):
     assert f"kfac-jax is left out: {tmp_path}/nowhere/bin/python is missing. Make the" in said
     assert "**Short runs: the numbers mean nothing.**" in printed
     assert cells(printed, "Adam")[1] == "0 of 1"
-    assert len(json.loads((tmp_path / "peers.json").read_text())["runs"]) == 2
+    assert len(json.loads((tmp_path / "peers.json").read_text())["runs"]) == len(jobs) - 1 == 2

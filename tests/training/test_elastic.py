@@ -1,14 +1,11 @@
-"""Real launches: a run survives killed ranks and nodes, and reports errors in one line."""
+"""Launches: a run survives killed ranks and nodes, and reports errors in one line."""
 
 import contextlib
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -22,7 +19,7 @@ from kfac_bench.record.events import Resumed, Trained
 from kfac_bench.training import build
 from kfac_bench.training.build import build_optimizer
 from tests.reliability.faults import launch
-from tests.support import ROOT
+from tests.support.agents import PATIENCE_S, Agent
 from tests.support.distributed import run_ranks
 from tests.support.forks import own_port
 from tests.support.quick import slow
@@ -40,13 +37,12 @@ from tests.support.runs import (
 
 STABLE = (*KFAC, "optimizer.lr=0.02", "kfac.damping=0.1", "kfac.spread=false")
 LONG = (
-    "trainer.max_steps=400",
+    "trainer.max_steps=200",
     "trainer.log_freq=1",
-    "trainer.eval_freq=400",
-    "trainer.checkpoint_freq=50",
+    "trainer.eval_freq=200",
+    "trainer.checkpoint_freq=25",
 )
 """A run of some seconds, so that a test can kill it in between."""
-PATIENCE_S = 240
 
 
 @pytest.fixture
@@ -55,48 +51,14 @@ def port():
         yield port
 
 
-def start(folder, *command):
-    """Start Python with `command` in `folder`. Its output goes to a file beside the runs."""
-    name = folder / f"{time.monotonic_ns()}.txt"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with name.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=out,
-        )
-    process.said = name
-    return process
-
-
 @contextlib.contextmanager
-def started(*processes):
-    """Kill the processes and their children at the end of the block."""
+def started(*agents):
+    """Kill the agents and their ranks at the end of the block."""
     try:
-        yield processes
+        yield agents
     finally:
-        for process in processes:
-            for pid in [process.pid, *children(process.pid).values()]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            process.wait()
-
-
-def children(pid):
-    """Return the process ids of the ranks that an agent started, by rank."""
-    found = {}
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            with contextlib.suppress(OSError):
-                environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-                found |= {int(e[5:]): child for e in environment if e.startswith(b"RANK=")}
-    return found
-
-
-def torchrun(*options):
-    return ["-m", "torch.distributed.run", *options, "-m", "kfac_bench"]
+        for agent in agents:
+            agent.kill()
 
 
 def wait_for_port(port):
@@ -116,36 +78,27 @@ def wait_for_checkpoint(path, step):
         time.sleep(0.02)
 
 
-def exit_code(process):
-    """Return the exit code of a launcher; one that hangs fails the test with its output."""
-    try:
-        return process.wait(PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"the launcher hangs:\n{process.said.read_text()}")
-
-
 @pytest.mark.alone
 @pytest.mark.ranks
-@pytest.mark.supports("ddp", "documented command")
 def test_a_killed_rank_loses_only_steps_since_the_last_checkpoint(tmp_path):
     options = (*SMALL, *STABLE, *LONG, "run_id=killed", "kfac=mem_opt")
     restarts = ("--nproc-per-node", "2", "--max-restarts", "3")
     path = tmp_path / "runs" / "killed"
-    with started(start(tmp_path, *torchrun(*restarts), *options)) as [agent]:
-        for rank, step in ((1, 50), (0, 200)):
+    with started(Agent(tmp_path, restarts, options)) as [agent]:
+        for rank, step in ((1, 25), (0, 100)):
             wait_for_checkpoint(path, step)
-            os.kill(children(agent.pid)[rank], signal.SIGKILL)
-        assert exit_code(agent) == 0
-        said = agent.said.read_text()
+            os.kill(agent.rank(rank), signal.SIGKILL)
+        assert agent.exit_code() == 0, agent.said
+        said = agent.said
     run_ranks(2, train_here, tmp_path, (*STABLE, *LONG, "run_id=straight", "kfac=mem_opt"))
     straight = tmp_path / "straight"
     assert end(path).weights_sha256 == end(straight).weights_sha256
     assert [e.loss for e in of_kind(path, Trained)] == [e.loss for e in of_kind(straight, Trained)]
-    assert steps_of(path, Trained) == list(range(1, 401))
+    assert steps_of(path, Trained) == list(range(1, 201))
     raw = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
     resumed = [e["step"] for e in raw if e["event"] == "Resumed"]
-    assert resumed[0] >= 50
-    assert resumed[1] >= 200
+    assert resumed[0] >= 25
+    assert resumed[1] >= 100
     assert len(resumed) == 2
     assert said.count("kfac-train: rank 0: lost another rank") == 1
     assert "Traceback" not in said
@@ -173,20 +126,18 @@ def test_the_other_nodes_go_on_after_one_is_lost(tmp_path, port):
         "--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3",
     ]
     path = tmp_path / "runs" / "elastic"
-    first = start(tmp_path, *torchrun(*elastic), *options)
+    first = Agent(tmp_path, elastic, options)
     # The first agent must hold the rendezvous, because the second one will be killed.
     wait_for_port(port)
-    second = start(tmp_path, *torchrun(*elastic), *options)
+    second = Agent(tmp_path, elastic, options)
     with started(first, second):
-        wait_for_checkpoint(path, 50)
+        wait_for_checkpoint(path, 25)
         assert json.loads((path / "run.json").read_text())["world_size"] == 2
-        lost = [second.pid, *children(second.pid).values()]
-        for pid in lost:
-            os.kill(pid, signal.SIGKILL)
-        assert exit_code(first) == 0, first.said.read_text()
+        second.kill()
+        assert first.exit_code() == 0, first.said
     assert json.loads((path / "run.json").read_text())["world_size"] == 2, "of the first start"
     assert of_kind(path, Resumed)[-1].environment["world_size"] == 1
-    assert steps_of(path, Trained) == list(range(1, 401))
+    assert steps_of(path, Trained) == list(range(1, 201))
     assert steps_of(path, Resumed)
     _, alone = train(tmp_path, *calm, "run_id=alone")
     ours, theirs = ([e.loss for e in of_kind(p, Trained)] for p in (path, alone))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from kfac_bench.core.planning.estimate import (
@@ -110,7 +111,7 @@ class StageOps:
     batch_numel: int
     itemsize: int
 
-    @property
+    @cached_property
     def _world(self) -> tuple[int, ...]:
         return tuple(range(self.world_size))
 

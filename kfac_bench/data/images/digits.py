@@ -1,5 +1,6 @@
 """Reading scikit-learn's handwritten digits: real images on every machine, without a download."""
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -51,9 +52,14 @@ def load(image_size: int = 8, normalize: bool = True) -> LabelledImages:
 
 def read() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return pixels [1797, 64] from 0 to 16, and labels [1797], as scikit-learn's load_digits."""
-    file = installed_file("sklearn", "datasets/data/digits.csv.gz", "train")
-    table = np.loadtxt(file, delimiter=",")
-    return table[:, :-1], table[:, -1].astype(np.int64)
+    table = _table(installed_file("sklearn", "datasets/data/digits.csv.gz", "train"))
+    return table[:, :-1].copy(), table[:, -1].astype(np.int64)
+
+
+@cache
+def _table(file: Path) -> NDArray[np.float64]:
+    """Read the file once in a process: a sweep trains on it many times."""
+    return np.loadtxt(file, delimiter=",")
 
 
 def split(labels: NDArray[np.int64]) -> tuple[list[int], list[int]]:

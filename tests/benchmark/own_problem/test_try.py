@@ -4,7 +4,6 @@ import dataclasses
 import os
 import signal
 import statistics
-import subprocess
 import sys
 
 import pytest
@@ -21,20 +20,12 @@ from kfac_bench.record.events import RunEnded, RunStarted
 from kfac_bench.record.runs import load
 from tests.benchmark.own_problem.problem_text import written
 from tests.reliability.faults import launch
-from tests.support import ROOT
+from tests.support import forks
 from tests.support.quick import slow
 from tests.support.runs import of_kind
 
 TRIALS, SEEDS = 2, 2
 """So few trials of an optimizer and fresh seeds, so that a study is short."""
-COMMAND = f"""
-from kfac_bench.benchmark.own_problem import study_input
-from kfac_bench.cli import bench, try_command
-whole = study_input.candidates
-study_input.candidates = lambda *a, **k: whole(*a, **k)[:{TRIALS}]
-try_command.SEEDS = {SEEDS}
-bench()
-"""
 SMALL = ("--optimizers=adamw,eigen_adam", "trainer.threads=1", "--minutes=5")
 
 
@@ -97,7 +88,7 @@ def test_two_ranks(tmp_path, capsys, monkeypatch):
         """Start a run in forks, which is faster than torchrun."""
         assert command == local_runs.local_command(command[5:], 2)
         forked_runs.append(command)
-        ended = launch.by_hand(tmp_path, 2, command[4:])
+        ended = launch.by_hand(tmp_path, 2, command[4:], is_slow=False)
         return max(ended.codes), ended.errors
 
     monkeypatch.setattr(local_runs, "run_command", run)
@@ -109,33 +100,52 @@ def test_two_ranks(tmp_path, capsys, monkeypatch):
     assert {e.environment["world_size"] for e in started} == {2}
 
 
+def study(fifo, words):
+    """In a fork: run the command, and print into a pipe."""
+    forks.prepare()
+    os.dup2(os.open(fifo, os.O_WRONLY), 1)
+    sys.stdout.reconfigure(line_buffering=True)
+    whole = study_input.candidates
+    study_input.candidates = lambda *a, **k: whole(*a, **k)[:TRIALS]
+    try_command.SEEDS = SEEDS
+    cli.bench(["try", *words])
+
+
 @pytest.mark.slow
-@pytest.mark.alone
 def test_a_study_that_is_killed_twice_ends_with_a_verdict(tmp_path, capsys, monkeypatch):
-    folder = tmp_path / "try"
-    own = (written(tmp_path), *SMALL, f"--runs-dir={folder}")
-    words = [sys.executable, "-c", COMMAND, "try", *own]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    folder, fifo = tmp_path / "try", tmp_path / "fifo"
+    os.mkfifo(fifo)
+    own = (written(tmp_path), *SMALL, "--minutes=20", f"--runs-dir={folder}")
+
+    def start():
+        process = forks.server().Process(target=study, args=(str(fifo), own))
+        process.start()
+        return process, fifo.open()
+
     finished = {}
     for mark in ("[tuning] EigenAdam 1", "[seed 0]"):
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
-        for line in process.stdout:
-            if line.startswith(mark):
-                break
-        else:
-            pytest.fail(f"no line begins with {mark}")
-        # A run is in progress: the next one begins as soon as the line is printed.
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
+        process, lines = start()
+        with lines:
+            for line in lines:
+                if line.startswith(mark):
+                    break
+            else:
+                pytest.fail(f"no line begins with {mark}")
+            # A run is in progress: the next one begins as soon as the line is printed.
+            process.kill()
+            process.join()
+        assert process.exitcode == -signal.SIGKILL
         finished |= ended_at(tmp_path)
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=250)
-    assert done.returncode == 0, done.stderr
-    check_verdict(done.stdout)
+    process, lines = start()
+    with lines:
+        said = lines.read()
+    process.join()
+    assert process.exitcode == 0, said
+    check_verdict(said)
     now = ended_at(tmp_path)
     assert finished.items() <= now.items(), "a finished run was run again"
     assert len(now) > len(finished) > 2
-    assert (folder / "verdict.txt").read_text() in done.stdout
+    assert (folder / "verdict.txt").read_text() in said
     assert "Does K-FAC help on mine?" in (folder / "verdict.html").read_text()
     monkeypatch.setattr(try_command, "SEEDS", SEEDS)
     other = refused(capsys, *own, f"--from={folder}")

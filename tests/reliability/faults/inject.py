@@ -189,20 +189,22 @@ def _slow_down(trainer: Trainer, now: int) -> None:
         time.sleep(0.01)
 
 
-def main(injected: dict[str, Any], options: list[str]) -> None:
+def main(injected: dict[str, Any], options: list[str], is_slow: bool = True) -> None:
     """Run `kfac-train` in this process, with the fault if it is meant for this rank.
 
     Args:
         injected: `{"kind": ..., "rank": ..., "step": ..., "mark": FILE}`. With `"once": true` the
             fault does not happen again in ranks that a launcher restarts.
         options: The options of `kfac-train`.
+        is_slow: Whether each step takes at least STEP_S.
     """
     if injected and int(os.environ.get("RANK", "0")) == injected["rank"]:
         marks.append(Path(injected["mark"]))
         if not (injected.get("once") and marks[0].exists()):
             INJECT[injected["kind"]](injected["step"])
     # The last one installed is called first: wait before the fault happens.
-    each_step(_slow_down)
+    if is_slow:
+        each_step(_slow_down)
     sys.argv = ["kfac-train", *options]
     runpy.run_module("kfac_bench", run_name="__main__")
 

@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from kfac_bench.cli import entry
 from tests.support import forks
 from tests.support.forks import own_port
 
@@ -47,8 +48,11 @@ def by_hand(
     environment: Mapping[str, str] | None = None,
     events: Path | None = None,
     meanwhile: Callable[[list[int]], None] = lambda pids: None,
+    is_slow: bool = True,
 ) -> Ended:
     """Start ranks and wait for them. `meanwhile` gets their process ids.
+
+    If `is_slow`, a step takes a little time, so that a fault can meet the run.
 
     If a rank hangs after the others have ended, it is killed, as a launcher would do.
     """
@@ -61,7 +65,7 @@ def by_hand(
             who = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else alone
             who |= dict(environment or {})
             process = forks.server().Process(
-                target=_rank, args=(folder, rank, who, dict(injected or {}), [*options])
+                target=_rank, args=(folder, rank, who, dict(injected or {}), [*options], is_slow)
             )
             process.start()
             processes.append(process)
@@ -83,18 +87,21 @@ def _rank(
     environment: dict[str, str],
     injected: dict[str, Any],
     options: list[str],
+    is_slow: bool,
 ) -> None:
     """Run a rank in a fork, with an output and an environment of its own."""
     from tests.reliability.faults import inject
 
     os.environ.update(environment)
     os.setpgid(0, 0)
+    # No launcher ends the other ranks when one has ended, so they need not wait for rank 0 to speak.
+    entry.RANK_0_SPEAKS_S = 0
     # A fork of the server would start its own children through the server too. Real ranks fork.
     set_start_method("fork", force=True)
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
-    inject.main(injected, options)
+    inject.main(injected, options, is_slow)
 
 
 def _watch(processes: Sequence[BaseProcess], events: Path | None, size: int, began: float) -> float:

@@ -70,7 +70,7 @@ def run(
         tempfile.TemporaryDirectory(prefix="kfac-faults-") as scratch,
         ThreadPoolExecutor(jobs) as pool,
     ):
-        weights = _References(Path(scratch))
+        weights = References(Path(scratch))
 
         def one(number: int, fault: Fault, world: int, method: str) -> Outcome:
             outcome = known.get((fault.name, world, method))
@@ -116,7 +116,7 @@ def _combinations(
 _Setting = tuple[int, str, tuple[str, ...], bool]
 
 
-class _References:
+class References:
     """The final weights of runs without a fault. Each setting runs once."""
 
     def __init__(self, scratch: Path) -> None:
@@ -147,7 +147,7 @@ def _emptied(folder: Path) -> Path:
     return folder
 
 
-def try_one(fault: Fault, ranks: int, method: str, folder: Path, weights: _References) -> Outcome:
+def try_one(fault: Fault, ranks: int, method: str, folder: Path, weights: References) -> Outcome:
     """Inject the fault into a run, continue the run if necessary, and judge the outcome."""
     reference = weights.of(fault, ranks, method)
     case = Case(_emptied(folder), ranks, method, fault.options)
