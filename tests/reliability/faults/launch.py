@@ -94,7 +94,7 @@ def _rank(
 
     os.environ.update(environment)
     os.setpgid(0, 0)
-    # No launcher ends the other ranks when one has ended, so they need not wait for rank 0 to speak.
+    # No launcher ends the other ranks when one ends, so they need not wait for rank 0 to speak.
     entry.RANK_0_SPEAKS_S = 0
     # A fork of the server would start its own children through the server too. Real ranks fork.
     set_start_method("fork", force=True)
