@@ -103,8 +103,7 @@ def test_two_ranks(tmp_path, capsys, monkeypatch):
 def study(fifo, words):
     """In a fork: run the command, and print into a pipe."""
     forks.prepare()
-    os.dup2(os.open(fifo, os.O_WRONLY), 1)
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout = open(fifo, "w", buffering=1)
     whole = study_input.candidates
     study_input.candidates = lambda *a, **k: whole(*a, **k)[:TRIALS]
     try_command.SEEDS = SEEDS
