@@ -74,7 +74,7 @@ def trained(step, **more):
 
 def test_a_real_run_is_sent_once_with_all_points_and_pictures(tmp_path, capsys):
     words = ("trainer.max_steps=10", "trainer.log_freq=2", "run_id=a", "logger.tags=[paper]")
-    _, path = train(tmp_path, *KFAC, *words)
+    _, path = train(tmp_path, *KFAC, *words, "trainer.predictions=8")
     assert call(tmp_path, "--offline") == 0
     said = capsys.readouterr().out
     count = sum(bool(metrics_of(e)) for e in read(path)) + 1

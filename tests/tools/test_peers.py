@@ -55,6 +55,9 @@ def job_of(name, **changes):
 @pytest.mark.parametrize("name", quick_if(lambda name: name != "eigen_adam", TORCH))
 def test_each_torch_competitor_learns_from_the_same_start(name, work, monkeypatch):
     monkeypatch.setattr(compose, "load", quick_load)
+    # Without instructions for bfloat16, the competitor Muon replaces a function of torch.
+    of_torch = torch.optim._muon._zeropower_via_newtonschulz
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", of_torch)
     job = job_of(name)
     learner = peers_torch.TorchLearner(job, work)
     learner.restart()

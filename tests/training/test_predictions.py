@@ -35,12 +35,12 @@ from tests.support.runs import (
     trainer_of,
 )
 
-SHORT = ("trainer.max_steps=5", "run_id=r", "kfac=none")
+SHORT = ("trainer.max_steps=5", "run_id=r", "kfac=none", "trainer.predictions=8")
 PICTURE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
 
 
 def test_a_run_shows_the_worst_of_its_first_evaluation_examples(tmp_path):
-    _, path = train(tmp_path, "trainer.max_steps=8", "run_id=r", "kfac=none", base=RESNET)
+    _, path = train(tmp_path, *SHORT, "trainer.max_steps=8", base=RESNET)
     [event] = of_kind(path, Predicted)
     assert (event.step, event.path) == (8, str(path / "predictions" / "step-8"))
     assert isinstance(read(path)[-1], RunEnded)

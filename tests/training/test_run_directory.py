@@ -203,7 +203,7 @@ def test_a_finished_run_says_that_events_are_missing(tmp_path, capsys):
     assert continued(tmp_path)[0] == "finished"
     assert "are missing" not in capsys.readouterr().out
     (path / "events.jsonl").write_bytes(b"".join(lines[:3] + lines[5:]))
-    said = "events before step 10 are missing (its first"
+    said = "events before step 10 are missing ("
     assert run_directory.stop_if_complete(config_of(tmp_path, *STEPS, "trainer.max_steps=10"))
     assert said in capsys.readouterr().out
     assert continued(tmp_path)[0] == "finished"

@@ -103,7 +103,7 @@ def test_two_ranks(tmp_path, capsys, monkeypatch):
 def study(fifo, words):
     """In a fork: run the command, and print into a pipe."""
     forks.prepare()
-    sys.stdout = open(fifo, "w", buffering=1)
+    sys.stdout = open(fifo, "w", buffering=1)  # noqa: SIM115 - it ends with the process
     whole = study_input.candidates
     study_input.candidates = lambda *a, **k: whole(*a, **k)[:TRIALS]
     try_command.SEEDS = SEEDS
