@@ -75,6 +75,7 @@ def test_steps_that_run_backwards_do_not_count(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
     add(run, 20, 1.0)
     add(run, 40, math.nan)
+    add(run, 10, 9.0)
     times = step_time(report.compare([run]).settings)
     assert times is not None
     assert times.rows == [("SGD", [pytest.approx(2000 / 30)])]
