@@ -184,7 +184,7 @@ def _fields(run: PackedRun) -> dict[str, Any]:
 
 
 def read(path: Path) -> list[PackedRun]:
-    """Return the runs of a file.
+    """Return the runs of a file, in the order of their dates: a later run replaces an earlier one.
 
     Raises:
         UsageError: The file is damaged, too large, or cannot be read.
@@ -196,7 +196,7 @@ def read(path: Path) -> list[PackedRun]:
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             reason = one_line(error)[:200]
             raise UsageError(f"{path}:{number}: not a packed run ({reason}). {_ADVICE}") from None
-    return runs
+    return sorted(runs, key=lambda run: run.date)
 
 
 _ADVICE = "Take the file from the history of the repository, or delete it to run its trials again"

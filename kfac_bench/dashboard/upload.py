@@ -1,8 +1,8 @@
 """``kfac-bench wandb upload``: replays event files into W&B.
 
 W&B's server says until when it has points of a run, and only the others are sent. So an interrupted
-upload continues, and a complete run is not sent twice. ``--offline`` writes an offline run for
-``wandb sync`` where there is none.
+upload continues, and a complete run is not sent twice. ``--offline`` writes files for
+``wandb sync``, unless the run has such files.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Kept results: commits of the history, and held-out tasks that no optimizer met too early."""
+"""Kept results: their commits, held-out tasks that nobody met too early, and studies' winners."""
 
 import math
 import subprocess

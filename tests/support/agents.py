@@ -33,7 +33,7 @@ class Agent:
 
     @property
     def said(self):
-        """What the ranks have printed on stderr. The agent prints tracebacks of its own."""
+        """The text of the ranks on stderr, without the tracebacks that the agent prints."""
         return (self._files / "ranks").read_text()
 
     def rank(self, rank):

@@ -28,12 +28,19 @@ EPOCH = 5
 """Steps: 1347 digits in batches of 256."""
 
 SMALL = (
-    *("model=autoencoder", "model.hidden=[16,6]", "logger=none", "trainer.threads=1"),
-    *("trainer.checkpoint_freq=5", "trainer.predictions=2"),
+    "model=autoencoder",
+    "model.hidden=[16,6]",
+    "logger=none",
+    "trainer.threads=1",
+    "trainer.checkpoint_freq=5",
+    "trainer.predictions=2",
 )
 KFAC = ("optimizer.lr=0.05", "kfac.update_freq=4", "kfac.factor_update_freq=2")
 RESNET = (
-    *("model=resnet8", "trainer.batch_size=64", "logger=none", "trainer.threads=1"),
+    "model=resnet8",
+    "trainer.batch_size=64",
+    "logger=none",
+    "trainer.threads=1",
     "trainer.predictions=2",
 )
 METHODS = {

@@ -24,6 +24,7 @@ from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import compose, conf_files, option_help, problem_file
 from kfac_bench.config.options import options
 from kfac_bench.record.events import Evaluated
+from kfac_bench.record.score import mean_with_interval
 from tests.support import ROOT
 from tests.support.figures import texts
 
@@ -319,6 +320,7 @@ def test_the_accuracies_by_damping_follow_from_their_runs():
     kept = {(run.optimizer, run.seed): run for run in store.runs(ALL, "table")}
     benchmark = schema.load("damping_of_claim1")
     assert len(told) == len(benchmark.axes["variant"])
+    runs = []
     for variant, (each, middle) in zip(benchmark.axes["variant"], told, strict=True):
         found = []
         for seed in benchmark.seeds:
@@ -326,6 +328,12 @@ def test_the_accuracies_by_damping_follow_from_their_runs():
             found.append(100 * last.metrics["accuracy"])
         assert each == ", ".join(f"{accuracy:.2f}" for accuracy in found), variant
         assert middle == f"{median(found):.2f}"
+        runs.append(found)
+    eigen, smaller, split, inverse, smaller_inverse = runs
+    for changed, before in ((smaller, eigen), (split, eigen), (smaller_inverse, inverse)):
+        differences = [a - b for a, b in zip(changed, before, strict=True)]
+        _, low, high = mean_with_interval(differences)
+        assert low < 0 < high
 
 
 def test_the_errors_of_the_heat_equation_follow_from_its_runs():
