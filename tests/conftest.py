@@ -46,6 +46,16 @@ def quick_composition(monkeypatch):
         monkeypatch.setattr(compose, "load", quick_load)
 
 
+@pytest.fixture(autouse=True)
+def forgotten_problems(monkeypatch):
+    """Forget the problem files of a test after it: the runs that a process starts run all of them.
+
+    Those with a relative path would not be found from the folder of another test.
+    """
+    if (problem_file := sys.modules.get("kfac_bench.config.problem_file")) is not None:
+        monkeypatch.setattr(problem_file, "_files", {**problem_file._files})
+
+
 @pytest.fixture
 def double():
     """The same random numbers, in float64; no hook outlives the test."""
