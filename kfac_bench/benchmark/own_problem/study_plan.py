@@ -14,11 +14,12 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kfac_bench.benchmark.own_problem.study_input import REFERENCE
 from kfac_bench.benchmark.run_end import wait_until_free
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
@@ -169,8 +170,9 @@ def _enough(measured: MeasuredSeconds, runs: int, least_s: float) -> int:
 
 
 PLAN_FILE = "try.json"
-_FIRST_PHASES = ("speed", "reference")
-_PHASES = (*_FIRST_PHASES, "tuning", "final")
+_FIRST_RUNS = {"speed": ("first", "few", "many"), "reference": (REFERENCE,)}
+"""The runs that fix the plan, by phase."""
+_PHASES = (*_FIRST_RUNS, "tuning", "final")
 """The folders of run directories, in the order of a study."""
 
 
@@ -272,11 +274,17 @@ class StudyFolder:
         return self.path / phase
 
     def remove_first_runs(self) -> None:
-        """Remove the runs that fix the plan, after the end of a run that outlives its command."""
-        for phase in _FIRST_PHASES:
-            for directory in self.runs_dir(phase).glob("*"):
-                wait_until_free(directory)
-            shutil.rmtree(self.runs_dir(phase), ignore_errors=True)
+        """Remove the runs that fix the plan, after the end of a run that outlives its command.
+
+        Nothing else is removed: the user may have named a folder with files of another purpose.
+        """
+        for phase, names in _FIRST_RUNS.items():
+            for directory in (self.runs_dir(phase) / name for name in names):
+                if directory.is_dir():
+                    wait_until_free(directory)
+                    shutil.rmtree(directory, ignore_errors=True)
+            with suppress(OSError):  # The folder is missing, or it holds other files.
+                self.runs_dir(phase).rmdir()
 
     def remove_if_empty(self) -> None:
         """Remove the folder again if nothing has been fixed, because the input was bad."""

@@ -382,6 +382,17 @@ def test_a_trial_that_links_to_another_run_keeps_its_checkpoints(simulation, tmp
     assert (tmp_path / "mine" / "checkpoints").is_dir()
 
 
+def test_a_study_removes_its_own_first_runs_alone(tmp_path):
+    """The user may name a folder that holds files of another purpose under the same names."""
+    paper = tmp_path / "reference" / "papers" / "kfac.pdf"
+    paper.parent.mkdir(parents=True)
+    paper.touch()
+    (tmp_path / "speed" / "first").mkdir(parents=True)
+    StudyFolder(tmp_path, QUESTION).remove_first_runs()
+    assert paper.exists()
+    assert not (tmp_path / "speed").exists()
+
+
 # ---- the spaces ----
 
 
