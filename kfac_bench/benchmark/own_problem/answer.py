@@ -22,6 +22,7 @@ from kfac_bench.benchmark.own_problem.study import HOPELESS, StudyResult, final_
 from kfac_bench.benchmark.own_problem.study_input import REFERENCE, Asked, base_words
 from kfac_bench.benchmark.own_problem.try_result import Finalist, SeedRun, TryResult
 from kfac_bench.benchmark.own_problem.verdict import verdict, verdict_page
+from kfac_bench.benchmark.trials import TrialResult
 from kfac_bench.config import TrainConfig, compose
 from kfac_bench.core import KFAC
 from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS, eigen_adam
@@ -86,13 +87,27 @@ def _finalist(asked: Asked, found: StudyResult, name: str) -> Finalist:
             SeedRun(r.seed, r.time_s, r.steps, _curve(run))
             for r, run in zip(results, runs, strict=True)
         ],
-        limit_s=final_limit_s(winner, found.plan.budget),
+        limit_s=_limit_s(results, runs, final_limit_s(winner, found.plan.budget)),
         paste=paste_lines(config, problem, asked.words),
         uses_kfac=config.kfac.enabled,
         step_s=_middle([run.pace[0] for run in whole]),
         memory_bytes=_middle([_memory_bytes(run) for run in whole]),
         stages_s=_stages_s(whole),
     )
+
+
+def _limit_s(results: Sequence[TrialResult], runs: Sequence[Run | None], most_s: float) -> float:
+    """Return the training seconds that each run had to reach the target, ``most_s`` at most.
+
+    A run also ends at its last step. On fresh seeds that may be before its limit in seconds.
+    """
+    missed_s = [
+        result.train_s
+        for result, run in zip(results, runs, strict=True)
+        # A run that has failed would not have reached the target with more seconds.
+        if run is not None and math.isinf(result.time_s) and score.status(run) == "finished"
+    ]
+    return min([most_s, *missed_s])
 
 
 def _middle(values: Sequence[float]) -> float:

@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 import types
+from dataclasses import replace
 
 import pytest
 
@@ -229,6 +230,18 @@ def test_the_verdict_of_the_study(done, monkeypatch):
     assert "Does K-FAC help on mine?" in page
     assert "x faster than AdamW" in page
     assert (path / "verdict.txt").read_text() == text + "\n"
+
+
+def test_a_run_that_ended_at_its_last_step_did_not_have_the_whole_limit(done, monkeypatch):
+    simulation, found = done
+    monkeypatch.setattr(compose, "load", load)
+    first, *others = found.finals["adamw"]
+    missed = replace(first, key=(math.inf, 0.1), train_s=0.5)
+    cut = replace(found, finals={**found.finals, "adamw": [missed, *others]})
+    whole, shorter = (
+        answer.try_result(simulation.asked, each, is_quick=False).reference for each in (found, cut)
+    )
+    assert whole.limit_s > shorter.limit_s == shorter.least_s == 0.5
 
 
 def test_a_study_starts_from_the_settings_of_another(done):
