@@ -313,10 +313,10 @@ def experiment_yaml(
     those of the best one by seed.
     """
     parents = [word.removeprefix("experiment=") for word in words if word.startswith("experiment=")]
-    settings = dict(best.settings)
-    if not parents:  # the words of every trial say then what was trained, and how long
-        pairs = (word.split("=", 1) for word in words if "=" in word)
-        settings = {k: yaml.safe_load(v) for k, v in pairs if k != "logger"} | settings
+    # The words of every trial say what was trained, and how long, in addition to the parents.
+    pairs = (word.split("=", 1) for word in words if "=" in word)
+    own = {k: yaml.safe_load(v) for k, v in pairs if k not in ("experiment", "logger")}
+    settings = own | dict(best.settings)
     groups = {k: v for k, v in settings.items() if "." not in k}
     tree: dict[str, Any] = {}
     for key, value in settings.items():

@@ -114,6 +114,19 @@ def test_a_tuning_without_an_experiment_writes_its_own_words(tmp_path):
         tune.words_of_trials(benchmark, tuning, point)
 
 
+def test_a_tuning_of_an_experiment_writes_its_other_words_too(tmp_path):
+    """Its rate is good with the schedule and the batch of the trials, not with the parent's."""
+    words = ["experiment=digits/resnet", "schedule=cosine", "trainer.batch_size=64", "logger=none"]
+    best = TrialResult({"optimizer": "adam", "kfac": "none", "optimizer.lr": 0.01}, 1, (1.5, 0.0))
+    tuning = Tuning(words, 1, [1], {"adam": best.settings}, "mine_{optimizer}")
+    text = tune.experiment_yaml(tuning, words, {"optimizer": "adam"}, 1, best, [1.5])
+    found, parent = composed(tmp_path, "mine", text), compose.load(["experiment=digits/resnet"])
+    assert (found.schedule.name, found.trainer.batch_size) == ("cosine", 64)
+    assert (found.optimizer.lr, found.model) == (0.01, parent.model)
+    assert parent.schedule.name != "cosine"
+    assert parent.trainer.batch_size != 64
+
+
 @pytest.mark.parametrize("task", DEMO.axes["task"])
 @pytest.mark.parametrize("optimizer", DEMO.axes["optimizer"])
 def test_the_best_trial_becomes_an_experiment(tmp_path, task, optimizer):
