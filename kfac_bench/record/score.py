@@ -318,8 +318,7 @@ def notes(settings: Sequence[Setting]) -> list[str]:
                 found.append(f"{name}: {plain(run.path.parent.name)}: {lost}")
         seeds = Counter(seed(run) for run in setting.runs)
         found += [f"{name}: seed {s} was run {n} times" for s, n in seeds.items() if n > 1]
-    if any(clock(run) == "cpu" for setting in settings for run in setting.runs):
-        found.append("seconds are processor time, not time of day (trainer.clock=cpu)")
+    found += _clock_notes(settings)
     by_task: dict[str, list[Mapping[str, str]]] = defaultdict(list)
     for setting in settings:
         by_task[setting.task] += [flatten(run.started.environment) for run in setting.runs]
@@ -327,6 +326,16 @@ def notes(settings: Sequence[Setting]) -> list[str]:
         if unequal := [k for k in differences(environments) if k not in OWN_TO_A_RUN]:
             found.append(f"{task}: the runs' environments differ in {', '.join(unequal)}")
     return found
+
+
+def _clock_notes(settings: Sequence[Setting]) -> list[str]:
+    """Return what the seconds are, if they are not time of day everywhere."""
+    said = "seconds are processor time, not time of day (trainer.clock=cpu)"
+    on_cpu = [s for s in settings if any(clock(run) == "cpu" for run in s.runs)]
+    if on_cpu and len(on_cpu) == len(settings):
+        return [said]
+    # The seconds of two clocks cannot be compared, so the notes name the settings.
+    return [f"{setting.task}, {setting.optimizer}: {said}" for setting in on_cpu]
 
 
 def _ending(run: Run) -> str:

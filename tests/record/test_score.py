@@ -332,7 +332,9 @@ def test_notes_name_the_cpu_clock_and_clocks_are_never_mixed(tmp_path: Path) -> 
     assert notes(found) == []
     write_run(tmp_path / "c", *reached(1, 1.0), trainer__clock="cpu")
     found = runs.group(runs.load(file) for file in runs.find(tmp_path))
-    assert "seconds are processor time, not time of day (trainer.clock=cpu)" in notes(found)
+    said = "seconds are processor time, not time of day (trainer.clock=cpu)"
+    assert notes(found) == [f"digits resnet8, accuracy ≥ 0.97, SGD (clock cpu): {said}"]
+    assert notes(runs.group([runs.load(tmp_path / "c")])) == [said]
     assert "SGD (clock cpu)" in [setting.optimizer for setting in found]
 
 
