@@ -258,12 +258,12 @@ def _verdict(run: DryRun) -> str:
     ranks = [_rank(run, cost) for cost in run.ranks]
     flops = max(r["per_step"]["flops"] for r in ranks)
     memory = max(r["memory_bytes"]["peak"] for r in ranks)
-    share = flops / run.step_flops
-    said = f"{100 * share:.0f} %" if share < 10 else f"{share:.0f} times those"
-    text = (
-        f"K-FAC adds {_flop(flops)} per step on average ({said} of forward and backward) "
-        f"and {_bytes(memory)}"
-    )
+    compared = ""
+    if run.step_flops > 0:  # A model of embeddings alone has no products, which are what counts.
+        share = flops / run.step_flops
+        said = f"{100 * share:.0f} %" if share < 10 else f"{share:.0f} times those"
+        compared = f" ({said} of forward and backward)"
+    text = f"K-FAC adds {_flop(flops)} per step on average{compared} and {_bytes(memory)}"
     work = [cost.flops[Stage.DECOMPOSE] for cost in run.ranks]
     if run.world_size == 1 or not any(work):
         return text

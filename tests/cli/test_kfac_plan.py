@@ -19,6 +19,7 @@ from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.backends.ddp import DDP
 from kfac_bench.distributed.ranks import Ranks
+from tests.benchmark.own_problem.problem_text import written
 from tests.support import ROOT
 from tests.support.distributed import run_ranks
 from tests.support.quick import quick_if
@@ -416,6 +417,33 @@ def test_a_problem_is_named_after_its_file(capsys):
     file = ROOT / "examples" / "problems" / "digits.py"
     text = plan_here(capsys, f"problem={file}", "--out=null")[1]
     assert ": the problem digits [1, 8, 8], optimizer sgd, batch 128, fp32\n" in text
+
+
+EMBEDDINGS = """\
+class Embeddings(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.columns = nn.Embedding(7, 4), nn.Embedding(7, 4)
+
+    def forward(self, x):
+        return self.rows(x[:, 0]) * self.columns(x[:, 1])
+
+
+def accuracy("""
+
+
+def test_a_model_of_embeddings_alone_has_a_plan(tmp_path, capsys):
+    """Its forward and backward have no products, so K-FAC's share of their FLOPs is no number."""
+    file = written(
+        tmp_path,
+        ("x = torch.randn(900, 8, generator=generator)", "x = torch.randint(7, (900, 2))"),
+        ("y = (x @ torch.randn(8, 3, generator=generator)).argmax(1)", "y = x.sum(1) % 3"),
+        ("def accuracy(", EMBEDDINGS),
+        ("model=network", "model=Embeddings"),
+    )
+    code, text, _ = plan_here(capsys, f"problem={file}", "--out=null", "kfac.skip=[]")
+    assert code == 0
+    assert re.match(r"K-FAC adds [0-9.]+ kFLOP per step on average and [0-9.]+ kB\n", text)
 
 
 def test_help_prints_the_usage(capsys):
