@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kfac_bench.cli import data_command, plan_command
-from kfac_bench.cli.entry import Parser
+from kfac_bench.cli.entry import Parser, command_line
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
 
@@ -264,6 +264,7 @@ def copy_scripts(folder: Path) -> int:
         raise UsageError(f"--to {folder}: cannot be written ({error.strerror})") from None
     say(f"{len(scripts)} batch scripts are in {folder}")
     if folder.absolute() != DEFAULT_FOLDER.absolute():
-        say(f"first: export KFAC_SLURM={folder.absolute()}")
-    say(f"test the cluster: sbatch {folder / 'smoke.sbatch'} experiment=kaisa_unet_lgg")
+        say(f"first: {command_line('export', [f'KFAC_SLURM={folder.absolute()}'])}")
+    test = command_line("sbatch", [folder / "smoke.sbatch", "experiment=kaisa_unet_lgg"])
+    say(f"test the cluster: {test}")
     return 0

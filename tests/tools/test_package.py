@@ -142,6 +142,10 @@ def test_batch_scripts_are_copied_and_a_changed_script_is_kept(tmp_path, monkeyp
     assert not Path("slurm/common.sh").exists(), "nothing is copied"
     assert slurm("--to", "elsewhere") == 0
     assert f"export KFAC_SLURM={tmp_path / 'elsewhere'}" in capsys.readouterr().out
+    assert slurm("--to", "my folder") == 0
+    said = capsys.readouterr().out
+    assert f"export 'KFAC_SLURM={tmp_path / 'my folder'}'" in said
+    assert "sbatch 'my folder/smoke.sbatch' experiment=" in said
     assert slurm("--to", "slurm/squad.sbatch/x") == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
