@@ -13,6 +13,7 @@ from kfac_bench.record import score
 from kfac_bench.record.runs import (
     Run,
     Setting,
+    clock,
     find,
     group,
     has_kfac,
@@ -90,8 +91,10 @@ def finding(settings: Sequence[Setting]) -> str:
     """Return the sentence that compares K-FAC with the best other optimizer of one task.
 
     Without a target it compares the metric after equal time and after equal steps. It is empty if
-    there is no setting to compare with, or nothing was evaluated.
+    there is no setting to compare with, nothing was evaluated, or the settings have two clocks.
     """
+    if len({clock(run) for setting in settings for run in setting.runs}) > 1:
+        return ""
     started, goal = settings[0].runs[0].started, target(settings[0].runs[0])
     with_kfac = [s for s in settings if has_kfac(s.runs[0])]
     others = [s for s in settings if not has_kfac(s.runs[0])]

@@ -172,6 +172,14 @@ def test_the_finding_needs_a_rival_and_seeds_that_agree(tmp_path: Path) -> None:
     assert "No difference is shown" in finding(report.compare([tmp_path / "c"]).settings)
 
 
+def test_the_finding_never_compares_the_seconds_of_two_clocks(tmp_path: Path) -> None:
+    write_run(tmp_path / "kfac", kfac=True, seconds=1.0, clock="cpu")
+    write_run(tmp_path / "sgd", seconds=3.0)
+    settings = report.compare([tmp_path]).settings
+    assert finding(settings) == ""
+    assert "SGD" in report.figure_svg(settings)
+
+
 def test_the_finding_counts_the_seeds_where_half_of_them_missed(tmp_path: Path) -> None:
     """Three of five seeds against two of five: more than one optimizer reaches the target."""
     for seed in range(5):

@@ -24,6 +24,7 @@ def write_run(
     shares: tuple[float, ...] = (),
     text: str = "digits",
     environment: dict[str, Any] | None = None,
+    clock: str = "wall",
 ) -> Path:
     """A run of 30 steps; it reaches its target at step 30 after ``seconds``, if given.
 
@@ -37,7 +38,7 @@ def write_run(
         "model": {"name": "resnet8"},
         "optimizer": {"name": optimizer, "lr": 0.1},
         "kfac": {"enabled": kfac, "damping": 0.003},
-        "trainer": {"target": target},
+        "trainer": {"target": target, "clock": clock},
         "seed": seed,
     }
     started = RunStarted(
