@@ -103,13 +103,14 @@ class Coverage:
 def _has_direction(p: Tensor) -> bool:
     """Return whether KFAC has written a direction into ``.grad``.
 
-    KFAC leaves a layer as it is if its weight has no gradient, because the weight is frozen.
+    KFAC leaves a layer as it is if its weight has no gradient, or is frozen and has zeros. It also
+    leaves a frozen bias as it is.
     """
     cover = _COVERED.get(p)
-    if cover is None or cover.weight is None or p.grad is None:
+    if cover is None or cover.weight is None or p.grad is None or not p.requires_grad:
         return False
     weight = cover.weight()
-    return weight is not None and weight.grad is not None
+    return weight is not None and weight.grad is not None and weight.requires_grad
 
 
 @takes_options(EigenAdamOptions)
