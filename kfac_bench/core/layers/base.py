@@ -128,7 +128,15 @@ class Layer(ABC):
             x = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
             if not (isinstance(x, Tensor) and x.layout == torch.strided and self.fits(x, output)):
                 raise OtherForwardError
-            yield Call(input_as_computed(x, output), *_edge_of(output))
+            yield Call(self.computed_input(x, output), *_edge_of(output))
+
+    def computed_input(self, x: Tensor, output: Tensor) -> Tensor:
+        """Return the input as torch's function has used it, detached.
+
+        If the function computes with a copy of the input, the result is a copy, too: a script may
+        then change the input in place before backward.
+        """
+        return input_as_computed(x, output)
 
     def fits(self, x: Tensor, output: Tensor) -> bool:
         """Return whether :meth:`rows` and the moments can read this input and this output.

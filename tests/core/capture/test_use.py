@@ -159,6 +159,31 @@ def test_in_place_operations_after_convolutions_and_norms(shape):
     assert_same(*(train(m, 2, run=lambda _, m=m: m(x)) for m in (one, other)))
 
 
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), (5, 3, 6, 6)),
+        (lambda: nn.Conv1d(3, 4, 2, padding="same"), (5, 3, 6)),
+        (lambda: nn.Linear(3, 4), (5, 3, 6)),
+        (lambda: nn.Linear(3, 4, bias=False), (5, 3, 6)),
+    ],
+    ids=["circular", "same", "linear", "without_bias"],
+)
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_an_input_that_changes_in_place_after_a_layer_that_copies_it(make, shape):
+    """Autograd does not complain, because torch has computed with the copy."""
+    results = []
+    for change in (torch.Tensor.add, torch.Tensor.add_):
+        torch.manual_seed(0)
+        model, x = nn.ModuleList([make()]), torch.randn(shape)
+        x = x.mT if isinstance(model[0], nn.Linear) else x
+        kfac = kfac_of(model)
+        (loss_of(model[0](x), 5) + change(x, 3.0).mean()).backward()
+        kfac.step()
+        results.append({"f": factors_of(kfac), "g": grads_of(model)})
+    assert_same(*results)
+
+
 class Checkpointed(Net):
     def __init__(self, use_reentrant):
         super().__init__()
