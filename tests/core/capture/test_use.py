@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kfac_bench.core.capture.calls import SeenCall
+from kfac_bench.core.capture.examples import Examples
 from tests.support import oracle
 from tests.support.layer_checks import (
     BOTH,
@@ -372,6 +373,22 @@ def test_a_loss_that_is_kept_holds_no_activations(kind, fisher):
     assert held() == []
     kfac.step()
     assert loss.item() > 0
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["no_grad", "frozen"])
+def test_forwards_without_a_step_leave_nothing_in_memory(frozen):
+    """As in rollouts, and while the script trains other parameters alone."""
+    model, scale = nn.Sequential(nn.Linear(4, 3)), nn.Parameter(torch.ones(()))
+    kfac = kfac_of(model)
+    model.requires_grad_(not frozen)
+    before = {id(x) for x in gc.get_objects() if type(x) is Examples}  # of other tests
+    for _ in range(5):
+        with torch.set_grad_enabled(frozen):
+            loss = (scale * model(torch.randn(6, 4))).sum()
+        if frozen:
+            loss.backward()
+    assert [x for x in gc.get_objects() if type(x) is Examples and id(x) not in before] == []
+    assert kfac.steps == 0
 
 
 def test_a_graph_that_is_kept_keeps_the_inputs():
