@@ -103,13 +103,14 @@ class Coverage:
 def _has_direction(p: Tensor) -> bool:
     """Return whether KFAC has written a direction into ``.grad``.
 
-    KFAC leaves a layer as it is if its weight has no gradient, because the weight is frozen.
+    KFAC leaves a layer as it is if its weight has no gradient, or is frozen and has zeros. It also
+    leaves a frozen bias as it is.
     """
     cover = _COVERED.get(p)
-    if cover is None or cover.weight is None or p.grad is None:
+    if cover is None or cover.weight is None or p.grad is None or not p.requires_grad:
         return False
     weight = cover.weight()
-    return weight is not None and weight.grad is not None
+    return weight is not None and weight.grad is not None and weight.requires_grad
 
 
 @takes_options(EigenAdamOptions)
@@ -203,6 +204,7 @@ class EigenAdam(AdamW):
                 "EigenAdam has no KFAC: build KFAC(model, optimizer, method='eigen_adam', "
                 "trust_ratio=None, grafting=False), or both with kfac_bench.eigen_adam(model)"
             )
+        self._waiting.clear()  # a KFAC that is built later starts empty
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -319,13 +321,18 @@ class EigenAdam(AdamW):
             for each in states:
                 each.load(saved)
         self._lacks_kfac = not saved and bool(own or states)
-        self._waiting = {} if self._is_covered() else saved
+        self._waiting = saved
+        self._forget_covered()
 
     def give_waiting_state(self, coverage: Coverage) -> None:
         """Load into a new KFAC what :meth:`load_state_dict` got before there was one."""
         if self._waiting and coverage.state is not None:
             coverage.state.load(self._waiting)  # if it fails, another KFAC may be built
-        self._waiting = {}
+        self._forget_covered()
+
+    def _forget_covered(self) -> None:
+        """Forget what a KFAC has loaded; the rest waits for the KFAC of another model."""
+        self._waiting = {p: saved for p, saved in self._waiting.items() if p not in _COVERED}
 
     def _check_loaded(self) -> None:
         """Warn in the first step after a state without that of the KFAC was loaded."""

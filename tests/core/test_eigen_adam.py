@@ -673,16 +673,17 @@ def test_a_kfac_that_is_gone_gives_no_directions():
         step(model, optimizer, 0)
 
 
-def test_a_bias_whose_weight_is_frozen_gets_adamw():
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_bias_whose_weight_is_frozen_gets_adamw(set_to_none):
     """As in fine-tuning of biases alone. K-FAC leaves such a layer as it is."""
     model = Net()
     optimizer = eigen_adam(model, LR, BETAS)
-    model.tall.weight.requires_grad_(False)
+    model.tall.weight.requires_grad_(False).grad = None if set_to_none else torch.zeros(20, 12)
     bias = nn.Parameter(model.tall.bias.detach().clone())
     usual = AdamW([bias], LR, BETAS, weight_decay=0.0)
     for i in range(2):
         x, y = batch(i)
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
         F.cross_entropy(model(x), y).backward()
         bias.grad = model.tall.bias.grad.clone()
         optimizer.step()

@@ -290,6 +290,34 @@ def test_a_state_waits_for_the_kfac(duplicate):
     assert_same(weights(again), weights(model))
 
 
+@pytest.mark.parametrize("built", [0, 1], ids=["before_both", "between"])
+def test_a_state_waits_for_the_kfacs_of_two_models(built):
+    """As of an actor and a critic, which one optimizer trains."""
+
+    def pair():
+        models = nn.ModuleList([Net(), Net()])
+        return models, EigenAdam(models.parameters(), LR)
+
+    def build(models, optimizer):
+        return [KFAC(model, optimizer, **KFAC_DEFAULTS).attach() for model in models]
+
+    models, optimizer = pair()
+    build(models, optimizer)
+    for i in range(3):
+        optimizer.zero_grad()
+        x, y = batch(i)
+        F.cross_entropy(models[0](x) + models[1](x), y).backward()
+        optimizer.step()
+    saved = through_a_file(optimizer.state_dict())
+    again, resumed = pair()
+    kfacs = build(again[:built], resumed)
+    resumed.load_state_dict(saved)
+    kfacs += build(again[built:], resumed)
+    assert [kfac.steps for kfac in kfacs] == [3, 3]
+    for key, entry in saved["state"].items():
+        torch.testing.assert_close(resumed.state_dict()["state"][key], entry, rtol=0, atol=0)
+
+
 def test_a_state_from_before_loads_with_that_of_the_kfac():
     """It has no entry of K-FAC, so alone it would go on with empty moments."""
     model, optimizer = trained()

@@ -349,6 +349,24 @@ def test_an_unused_layer_and_a_frozen_one_do_not_matter():
     )
 
 
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_a_parameter_that_is_frozen_later_does_not_move(frozen):
+    """Its zeros stay in ``.grad``. K-FAC would mix them with the gradient of the other one."""
+    model = tiny_model()
+    optimizer = sgd(model)
+    KFAC(model, optimizer).attach()
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        if step == 1:
+            parameter = model[5].get_parameter(frozen).requires_grad_(False)
+            before = parameter.detach().clone()
+        F.cross_entropy(model(batch()[0]), batch()[1]).backward()
+        optimizer.step()
+    assert torch.equal(parameter, before)
+    others = [p for p in model.parameters() if p is not parameter]
+    assert all(p.grad.any() for p in others)
+
+
 def test_a_non_finite_statistic_never_enters_the_average():
     model = nn.Sequential(nn.Linear(3, 2))
     kfac = kfac_of(model)

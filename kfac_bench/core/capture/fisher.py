@@ -13,6 +13,7 @@ from all positions at once, with random signs. That is exact for layers that do 
 and unbiased for others. The calls of layers wait in :class:`WaitingCalls` for these gradients.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet
@@ -111,7 +112,8 @@ def _bernoulli(logits: Tensor, fisher: str) -> Iterator[Tensor]:
 
 def _one_by_one(root: Tensor) -> Iterator[Tensor]:
     """Yield the columns of a diagonal root, one per element of a sample."""
-    flat = root.reshape(len(root), -1)
+    # Not -1, which is ambiguous in a batch without examples.
+    flat = root.reshape(len(root), math.prod(root.shape[1:]))
     for i in range(flat.shape[1]):
         column = torch.zeros_like(flat)
         column[:, i] = flat[:, i]

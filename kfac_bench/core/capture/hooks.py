@@ -141,7 +141,7 @@ class Capture:
         """The names of the layers whose statistics are collected here."""
         self._assigned, self._counts_examples = assigned, counts_examples
         self._running = _Running()
-        self._examples: dict[int, Examples] = {}  # by forward
+        self._examples: dict[int, Examples] = {}  # by forward that may be repeated
         self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
         self._repeated = RepeatedForwards()
         self._waiting = WaitingCalls()  # empty unless ``sampled``
@@ -209,7 +209,6 @@ class Capture:
                 self.sender.wrapper = self.wrapper
         if self.enabled and self.computed and module.training:
             examples = Examples((args, kwargs) if self._counts_examples else (), self._forward)
-            self._examples[examples.forward] = examples
             self._running.forwards.append(examples)
 
     def _note_sequence(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -257,6 +256,8 @@ class Capture:
             if examples is None or examples.has_gradients:
                 self._count_use(layer.name, newest)
                 self._repeated.note(layer.name, newest)
+                if examples is not None:
+                    self._examples[newest] = examples
             return
         if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values(), output)):
             self._leave_out(layer, "got a nested tensor", "Use padded tensors")

@@ -158,8 +158,8 @@ class ShardedGradients:
     @property
     def names(self) -> list[str]:
         """The layers that backward reached, in the model's order."""
-        reached = (n for n, layer in self._layers.items() if layer.weight.grad is not None)
-        return [name for name in reached if name not in self.left]
+        weights = {n: x.weight for n, x in self._layers.items() if n not in self.left}
+        return [n for n, w in weights.items() if w.grad is not None and w.requires_grad]
 
     def add_part(self, name: str, matrix: Tensor) -> None:
         """Add this rank's part to a gradient [groups, g_dim, a_dim], which is 0 before.
@@ -231,7 +231,7 @@ class ShardedGradients:
         layer = self._layers[name]
         # Not strict: nothing is kept of a layer that backward did not reach.
         for param, new in zip(layer.params, self._kept.get(name, ()), strict=False):
-            if param.grad is not None:
+            if param.grad is not None and param.requires_grad:
                 part = self._parts[id(param)]
                 here = part.within(layer.part)[1]
                 yield new, local(param.grad)[here], local(param.detach())[here], part

@@ -128,7 +128,15 @@ class Layer(ABC):
             x = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
             if not (isinstance(x, Tensor) and x.layout == torch.strided and self.fits(x, output)):
                 raise OtherForwardError
-            yield Call(input_as_computed(x, output), *_edge_of(output))
+            yield Call(self.computed_input(x, output), *_edge_of(output))
+
+    def computed_input(self, x: Tensor, output: Tensor) -> Tensor:
+        """Return the input as torch's function has used it, detached.
+
+        If the function computes with a copy of the input, the result is a copy, too: a script may
+        then change the input in place before backward.
+        """
+        return input_as_computed(x, output)
 
     def fits(self, x: Tensor, output: Tensor) -> bool:
         """Return whether :meth:`rows` and the moments can read this input and this output.
@@ -253,16 +261,16 @@ class Layer(ABC):
     def get_grad(self) -> Tensor | None:
         """Return the gradient of weight and bias, [groups, g_dim, a_dim], at least float32.
 
-        None if backward did not reach the layer. If ranks hold parts of the gradient, all ranks
-        must call this method.
+        None if backward did not reach the layer, or if the weight is frozen by now. If ranks hold
+        parts of the gradient, all ranks must call this method.
         """
-        if self.weight.grad is None:
+        if self.weight.grad is None or not self.weight.requires_grad:
             return None
         weight = full(self.weight.grad)[self.part]
         if self.bias is None:
             return self.to_matrix(weight, None)
         # The bias may have no gradient although the weight has one. Its column is zero then.
-        if self.bias.grad is None:
+        if self.bias.grad is None or not self.bias.requires_grad:
             return self.to_matrix(weight, weight.new_zeros(self.bias.shape)[self.part])
         return self.to_matrix(weight, full(self.bias.grad)[self.part])
 
@@ -277,7 +285,9 @@ class Layer(ABC):
             of_old: What multiplies the old gradient, which is then added. It needs a ``scale``.
         """
         for parameter, new in zip((self.weight, self.bias), self.from_matrix(grad), strict=True):
-            if parameter is not None and parameter.grad is not None:
+            # A parameter that was frozen later may keep zeros in .grad, from
+            # zero_grad(set_to_none=False). If K-FAC wrote there, the optimizer would move it.
+            if parameter is not None and parameter.grad is not None and parameter.requires_grad:
                 assert new is not None
                 old = local(parameter.grad)[self.part]
                 if scale is None:

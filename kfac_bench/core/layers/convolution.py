@@ -93,6 +93,13 @@ class ConvLayer(Layer):
         size = output_size(size, conv.kernel_size, self._stride, pads, self._dilation)
         return self._has_channels(x, output) and list(output.shape[1 - n :]) == size
 
+    def computed_input(self, x: Tensor, output: Tensor) -> Tensor:
+        """See :meth:`Layer.computed_input`. Some paddings make a copy that torch keeps instead."""
+        x, pads = super().computed_input(x, output), self._pads
+        # An even kernel with padding="same" needs more zeros at the end than at the beginning.
+        is_copied = self._conv.padding_mode == "circular" or pads[::2] != pads[1::2]
+        return x.clone() if is_copied else x
+
     def _has_channels(self, x: Tensor, output: Tensor) -> bool:
         n = self.weight.ndim - 1
         channels = [*x.shape[-n : 1 - n], *output.shape[-n : 1 - n]]

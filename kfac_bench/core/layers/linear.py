@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from kfac_bench.core.distributed.dtensor import is_sharded
 from kfac_bench.core.kernels.gram import at_least_float32, gram
 from kfac_bench.core.layers.base import Layer, with_ones
 from kfac_bench.core.planning.layer_spec import LayerSpec
@@ -28,6 +29,11 @@ class LinearLayer(Layer):
         features = (*x.shape[-1:], *output.shape[-1:])
         is_known = features == (self.spec.a_dim - (self.bias is not None), self.spec.g_dim)
         return is_known and x.shape[:-1] == output.shape[:-1]
+
+    def computed_input(self, x: Tensor, output: Tensor) -> Tensor:
+        """See :meth:`Layer.computed_input`. torch copies an input that is no matrix in memory."""
+        x = super().computed_input(x, output)
+        return x if is_sharded(x) else x.reshape(-1, x.shape[-1]).view(x.shape)
 
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.rows`."""

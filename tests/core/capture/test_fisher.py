@@ -13,7 +13,7 @@ from torch import nn
 
 from kfac_bench.core.capture import fisher
 from tests.support import oracle
-from tests.support.layer_checks import assert_close, factors_of, kfac_of
+from tests.support.layer_checks import assert_close, assert_same, factors_of, kfac_of
 
 pytestmark = pytest.mark.usefixtures("double")
 N = 5
@@ -58,6 +58,24 @@ def fisher_factors(model, x, kind, likelihood="categorical", weight_sharing="exp
     got = factors_of(kfac)
     kfac.detach()
     return got
+
+
+@pytest.mark.parametrize("kind", ["mc", "type2"])
+@pytest.mark.parametrize("likelihood", fisher.LIKELIHOODS)
+def test_a_micro_batch_without_examples_changes_nothing(likelihood, kind):
+    model, x, results = mlp(), torch.randn(N, 4), []
+    for parts in ([x], [x, x[:0]]):
+        torch.manual_seed(0)
+        kfac = kfac_of(model, fisher=kind)
+        for part in parts:
+            output = model(part)
+            kfac.fisher_backward(output, likelihood)
+            output.square().sum().backward()
+        kfac.step()
+        results.append(factors_of(kfac))
+        kfac.detach()
+        model.zero_grad()
+    assert_same(*results)
 
 
 def all_classes(output, i, dim=-1):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kfac_bench.core.capture.calls import SeenCall
+from kfac_bench.core.capture.examples import Examples
 from tests.support import oracle
 from tests.support.layer_checks import (
     BOTH,
@@ -157,6 +158,31 @@ def test_in_place_operations_after_convolutions_and_norms(shape):
     one, other, x = make(True), make(False), torch.randn(shape)
     other.load_state_dict(one.state_dict())
     assert_same(*(train(m, 2, run=lambda _, m=m: m(x)) for m in (one, other)))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), (5, 3, 6, 6)),
+        (lambda: nn.Conv1d(3, 4, 2, padding="same"), (5, 3, 6)),
+        (lambda: nn.Linear(3, 4), (5, 3, 6)),
+        (lambda: nn.Linear(3, 4, bias=False), (5, 3, 6)),
+    ],
+    ids=["circular", "same", "linear", "without_bias"],
+)
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_an_input_that_changes_in_place_after_a_layer_that_copies_it(make, shape):
+    """Autograd does not complain, because torch has computed with the copy."""
+    results = []
+    for change in (torch.Tensor.add, torch.Tensor.add_):
+        torch.manual_seed(0)
+        model, x = nn.ModuleList([make()]), torch.randn(shape)
+        x = x.mT if isinstance(model[0], nn.Linear) else x
+        kfac = kfac_of(model)
+        (loss_of(model[0](x), 5) + change(x, 3.0).mean()).backward()
+        kfac.step()
+        results.append({"f": factors_of(kfac), "g": grads_of(model)})
+    assert_same(*results)
 
 
 class Checkpointed(Net):
@@ -347,6 +373,22 @@ def test_a_loss_that_is_kept_holds_no_activations(kind, fisher):
     assert held() == []
     kfac.step()
     assert loss.item() > 0
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["no_grad", "frozen"])
+def test_forwards_without_a_step_leave_nothing_in_memory(frozen):
+    """As in rollouts, and while the script trains other parameters alone."""
+    model, scale = nn.Sequential(nn.Linear(4, 3)), nn.Parameter(torch.ones(()))
+    kfac = kfac_of(model)
+    model.requires_grad_(not frozen)
+    before = {id(x) for x in gc.get_objects() if type(x) is Examples}  # of other tests
+    for _ in range(5):
+        with torch.set_grad_enabled(frozen):
+            loss = (scale * model(torch.randn(6, 4))).sum()
+        if frozen:
+            loss.backward()
+    assert [x for x in gc.get_objects() if type(x) is Examples and id(x) not in before] == []
+    assert kfac.steps == 0
 
 
 def test_a_graph_that_is_kept_keeps_the_inputs():
