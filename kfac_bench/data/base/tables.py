@@ -34,7 +34,9 @@ WORDS = {
     "train": "train", "training": "train", "validation": "validation", "valid": "validation",
     "val": "validation", "dev": "validation", "test": "test", "testing": "test",
 }  # fmt: skip
-"""Words in the names of files and folders, and the split that they mean."""
+"""Names of folders that `datasets` wrote, and the split that they mean."""
+FILE_WORDS = WORDS | {"eval": "test", "evaluation": "test"}
+"""Words in the names of all other files, and the split that they mean on Hugging Face's hub."""
 _NUMBERED = re.compile(r"(?!data-)(.+)-\d{5}-of-\d{5}")
 HELD_OUT = ("validation", "test")
 """Splits that can be the evaluation set, the preferred one first."""
@@ -77,9 +79,9 @@ def _tables(root: Path) -> Iterator[Path]:
 def find(root: Path) -> dict[str, list[Path]]:
     """Return the files of each split, in the order of their names.
 
-    The split is the text before `-00000-of-00005` in the name of a file, or a word of `WORDS` in
-    the name of the file or of its folder. Other files belong to `train`. Where `datasets` wrote a
-    folder, the folder is the split, and only the files that its `state.json` names count: others
+    The split is the text before `-00000-of-00005` in the name of a file, or a word of `FILE_WORDS`
+    in the name of the file or of its folder. Other files belong to `train`. Where `datasets` wrote
+    a folder, the folder is the split, and only the files that its `state.json` names count: others
     are caches.
 
     Raises:
@@ -127,8 +129,9 @@ def _split(path: Path, root: Path) -> str:
     if match := _NUMBERED.fullmatch(path.stem):
         return match[1]
     places = [path.stem, *([name] if path.parent != root else [])]
-    words = [word for place in places for word in re.split(r"[-_.]", place.lower())]
-    return next((WORDS[word] for word in words if word in WORDS), "train")
+    # A number may follow a word, as in val2017.
+    words = [word for place in places for word in re.split(r"[-_. 0-9]", place.lower())]
+    return next((FILE_WORDS[word] for word in words if word in FILE_WORDS), "train")
 
 
 def pick(

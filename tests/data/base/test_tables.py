@@ -38,6 +38,10 @@ def refused(call, *arguments):
         ("test.arrow", "test"),
         ("my_dev_set.feather", "validation"),
         ("latest.parquet", "train"),
+        ("val2017.parquet", "validation"),
+        ("test 1.parquet", "test"),
+        ("eval.parquet", "test"),
+        ("evaluation/part1.feather", "test"),
         ("train/data-00000-of-00002.arrow", "train"),
         ("train.parquet/part-0.parquet", "train"),  # as Spark writes it
     ],
