@@ -37,7 +37,8 @@ WORDS = {
 """Names of folders that `datasets` wrote, and the split that they mean."""
 FILE_WORDS = WORDS | {"eval": "test", "evaluation": "test"}
 """Words in the names of all other files, and the split that they mean on Hugging Face's hub."""
-_NUMBERED = re.compile(r"(?!data-)(.+)-\d{5}-of-\d{5}")
+_NUMBERED = re.compile(r"(?!data-)(.+)-\d{5}-of-\d{5}(-[0-9a-f]{16})?")
+"""A numbered file of a hub. Its name begins with the split, and older names end with a hash."""
 HELD_OUT = ("validation", "test")
 """Splits that can be the evaluation set, the preferred one first."""
 ROWS = 64
@@ -127,7 +128,9 @@ def _split(path: Path, root: Path) -> str:
     if path.parent != root and (path.parent / STATE).is_file():
         return WORDS.get(name.lower(), name)
     if match := _NUMBERED.fullmatch(path.stem):
-        return match[1]
+        split = match[1]
+        # In a name with a hash, a word such as `val` has always meant the split `validation`.
+        return WORDS.get(split, split) if match[2] else split
     places = [path.stem, *([name] if path.parent != root else [])]
     # A number may follow a word, as in val2017.
     words = [word for place in places for word in re.split(r"[-_. 0-9]", place.lower())]
