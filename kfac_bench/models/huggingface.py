@@ -54,7 +54,9 @@ class TextNetwork(nn.Module):
     def __init__(self, network: nn.Module, kind: str) -> None:
         super().__init__()
         self.network, self.kind = network, kind
-        self._reads_types = "token_type_ids" in inspect.signature(network.forward).parameters
+        # RoBERTa has the parameter, too, but the published RoBERTa knows a single type.
+        is_parameter = "token_type_ids" in inspect.signature(network.forward).parameters
+        self._reads_types = is_parameter and getattr(network.config, "type_vocab_size", 2) > 1
 
     def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Any:
         """Return the logits."""

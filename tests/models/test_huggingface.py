@@ -83,6 +83,16 @@ def test_a_masked_network_learns_masked_tokens_without_next_sentences(tmp_path):
     assert task.show(model, batch, 1)[0].caption.startswith("masked-token loss")
 
 
+def test_a_masked_network_of_a_single_token_type_reads_two_segments(tmp_path):
+    config = transformers.RobertaConfig(**SIZES, intermediate_size=16, type_vocab_size=1)
+    config.save_pretrained(tmp_path)
+    model = build(tmp_path, "masked", shape=(8,), num_classes=50, task="pretraining").eval()
+    ids, types = torch.arange(5, 13)[None], torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
+    inputs = {"input_ids": ids, "token_type_ids": types, "attention_mask": ids > 0}
+    logits, _ = model(inputs | {"positions": torch.tensor([[1, 6]])})
+    torch.testing.assert_close(logits[0], model.network(ids).logits[0, [1, 6]])
+
+
 def test_a_language_model_sees_no_later_token_and_learns_all_tokens(tmp_path):
     config = transformers.BertConfig(**SIZES, intermediate_size=16, pad_token_id=0)
     config.save_pretrained(tmp_path)

@@ -34,8 +34,11 @@ WORDS = {
     "train": "train", "training": "train", "validation": "validation", "valid": "validation",
     "val": "validation", "dev": "validation", "test": "test", "testing": "test",
 }  # fmt: skip
-"""Words in the names of files and folders, and the split that they mean."""
-_NUMBERED = re.compile(r"(?!data-)(.+)-\d{5}-of-\d{5}")
+"""Names of folders that `datasets` wrote, and the split that they mean."""
+FILE_WORDS = WORDS | {"eval": "test", "evaluation": "test"}
+"""Words in the names of all other files, and the split that they mean on Hugging Face's hub."""
+_NUMBERED = re.compile(r"(?!data-)(.+)-\d{5}-of-\d{5}(-[0-9a-f]{16})?")
+"""A numbered file of a hub. Its name begins with the split, and older names end with a hash."""
 HELD_OUT = ("validation", "test")
 """Splits that can be the evaluation set, the preferred one first."""
 ROWS = 64
@@ -77,9 +80,9 @@ def _tables(root: Path) -> Iterator[Path]:
 def find(root: Path) -> dict[str, list[Path]]:
     """Return the files of each split, in the order of their names.
 
-    The split is the text before `-00000-of-00005` in the name of a file, or a word of `WORDS` in
-    the name of the file or of its folder. Other files belong to `train`. Where `datasets` wrote a
-    folder, the folder is the split, and only the files that its `state.json` names count: others
+    The split is the text before `-00000-of-00005` in the name of a file, or a word of `FILE_WORDS`
+    in the name of the file or of its folder. Other files belong to `train`. Where `datasets` wrote
+    a folder, the folder is the split, and only the files that its `state.json` names count: others
     are caches.
 
     Raises:
@@ -125,10 +128,13 @@ def _split(path: Path, root: Path) -> str:
     if path.parent != root and (path.parent / STATE).is_file():
         return WORDS.get(name.lower(), name)
     if match := _NUMBERED.fullmatch(path.stem):
-        return match[1]
+        split = match[1]
+        # In a name with a hash, a word such as `val` has always meant the split `validation`.
+        return WORDS.get(split, split) if match[2] else split
     places = [path.stem, *([name] if path.parent != root else [])]
-    words = [word for place in places for word in re.split(r"[-_.]", place.lower())]
-    return next((WORDS[word] for word in words if word in WORDS), "train")
+    # A number may follow a word, as in val2017.
+    words = [word for place in places for word in re.split(r"[-_. 0-9]", place.lower())]
+    return next((FILE_WORDS[word] for word in words if word in FILE_WORDS), "train")
 
 
 def pick(

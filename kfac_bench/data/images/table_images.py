@@ -88,8 +88,9 @@ def load(
 
     Raises:
         UsageError: A column or a split does not exist, or a file is damaged; a label is out of
-            range; unless `on_error` is "skip", the first image cannot be decoded. While iterating:
-            another image cannot be decoded, unless `on_error` is "skip".
+            range, or files differ in their classes; unless `on_error` is "skip", the first image
+            cannot be decoded. While iterating: another image cannot be decoded, unless `on_error`
+            is "skip".
     """
     train, evaluation, count, classes = _open(root, options)
     faults = Faults(skip=on_error == "skip")
@@ -137,7 +138,16 @@ def _open(root: Path, options: TableOptions) -> tuple[TableImages, TableImages, 
             f"{root}: labels of one split are strings, those of the other integers. Store the "
             f"column {label} alike in both"
         )
-    names = tables.class_names(schema, label) or _sorted_classes(values[0], label, root)
+    stored = tables.class_names(schema, label)
+    for path in (path for part in parts for path in part.paths):
+        theirs = tables.class_names(tables.columns(path), label)
+        # An integer label is the place of its class in the names of its own file.
+        if stored and theirs and theirs != stored:
+            raise UsageError(
+                f"{path}: the classes of the column {label} are {_listed(theirs)}, but "
+                f"{_listed(stored)} in {first.name}. Store the same classes in all files"
+            )
+    names = stored or _sorted_classes(values[0], label, root)
     count = len(names) or min(max(values[0], default=0) + 1, reading.MOST_CLASSES)
     labels = [_labels(*each, names, count) for each in zip(values, parts, strict=True)]
     if evaluation is None:
@@ -159,6 +169,11 @@ def _open(root: Path, options: TableOptions) -> tuple[TableImages, TableImages, 
         f"data.label_column). Training reads the split {train}, evaluation {held_out}"
     ]
     return sources[0], sources[1], count, names
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def _values(columns: tables.Columns, label: str) -> list[Any]:

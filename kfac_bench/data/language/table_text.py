@@ -158,12 +158,21 @@ def _chosen(table: TextTable) -> tuple[str, dict[str, list[Path]], str | None]:
 def _documents(
     column: str, paths: dict[str, list[Path]], held_out: str | None
 ) -> Iterator[Document]:
-    """Yield a document for each row."""
+    """Yield a document for each row.
+
+    Raises:
+        UsageError: A cell is no text. `_chosen` has checked the type of the first file alone.
+    """
     for split, files in paths.items():
         is_held_out = None if held_out is None else split == held_out
         rows = tables.Columns(files, (column,))
         for number, text in enumerate(rows):
             where = rows.place(number)
+            if not isinstance(text, str | None):
+                raise UsageError(
+                    f"{where}: the column {column} has an object of type {type(text).__name__}, "
+                    "but text is needed. Set data.root to a folder of equal files"
+                )
             if text is None or not is_unicode(text):
                 yield Document(where, "", is_held_out)
             else:

@@ -34,10 +34,16 @@ def refused(call, *arguments):
     [
         ("train-00000-of-00001.parquet", "train"),
         ("data/validation_matched-00003-of-00009.parquet", "validation_matched"),
+        ("data/test_gen-00000-of-00002-3d4cd8309148a71f.parquet", "test_gen"),
+        ("data/val-00000-of-00001-b42a775f407cee45.parquet", "validation"),
         ("val/part.parquet", "validation"),
         ("test.arrow", "test"),
         ("my_dev_set.feather", "validation"),
         ("latest.parquet", "train"),
+        ("val2017.parquet", "validation"),
+        ("test 1.parquet", "test"),
+        ("eval.parquet", "test"),
+        ("evaluation/part1.feather", "test"),
         ("train/data-00000-of-00002.arrow", "train"),
         ("train.parquet/part-0.parquet", "train"),  # as Spark writes it
     ],
@@ -76,10 +82,11 @@ def test_each_folder_of_a_saved_dict_is_a_split(tmp_path):
     assert tables.find(tmp_path).keys() == expected
 
 
-def test_configurations_of_a_hub_dataset_are_not_merged(tmp_path):
+@pytest.mark.parametrize("end", ["", "-b42a775f407cee45"])
+def test_configurations_of_a_hub_dataset_are_not_merged(tmp_path, end):
     for name in ("wikitext-2", "wikitext-103"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "train-00000-of-00001.parquet").touch()
+        (tmp_path / name / f"train-00000-of-00001{end}.parquet").touch()
     said = refused(tables.find, tmp_path)
     assert "the split train is in several folders (wikitext-103, wikitext-2)" in said
     assert list(tables.find(tmp_path / "wikitext-2")) == ["train"]

@@ -114,6 +114,14 @@ def test_labels_out_of_range_are_refused(tmp_path, train, test, said):
     assert said in refused(load, tmp_path)
 
 
+def test_other_names_of_classes_in_another_split_are_refused(tmp_path):
+    parquet.write_table(pictures(0, 9, names=("cat", "dog", "fox")), tmp_path / "train.parquet")
+    # In a file without a dog, 1 is a fox.
+    parquet.write_table(pictures(0, 8, classes=2, names=("cat", "fox")), tmp_path / "test.parquet")
+    said = refused(load, tmp_path)
+    assert "test.parquet: the classes of the column label are cat, fox, but cat, dog, fox" in said
+
+
 @pytest.mark.parametrize(
     "cell", [b"no image", {"bytes": None, "path": "/etc/passwd"}, {"bytes": b"", "path": None}]
 )

@@ -87,6 +87,9 @@ def test_bad_columns_and_short_texts_are_refused(root):
         ({"sequence_length": 100}, "has only 6 tokens for train, and a window has 101"),
     ):
         assert said in refused(table_text.load_windows, TextTable(root, **options))
+    write(root, test=[7])
+    said = refused(table_text.load_windows, TextTable(root, sequence_length=2))
+    assert "test.parquet:row 0: the column text has an object of type int, but text is" in said
 
 
 def test_a_transformer_trains_and_shows_words(tmp_path, root):
