@@ -5,12 +5,19 @@ import os
 import subprocess
 import sys
 
+from tests.support.wandb_here import end_service
+
 # wandb has the reader since 0.28. scripts/version_tests.py names a Python that has such a wandb.
 READER = os.environ.get("READER_OF_WANDB", sys.executable)
 
 
 def inspect(log, *options):
-    """Return what `wandb leet inspect` prints about a log, also of a killed run."""
+    """Return what `wandb leet inspect` prints about a log, also of a killed run.
+
+    No run of this process may be open: W&B's service writes the end of a log after its `finish()`
+    has returned, so the service is ended first.
+    """
+    end_service()
     command = [READER, "-m", "wandb", "leet", "inspect", *options, str(log)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.stdout, done.stderr
