@@ -18,12 +18,12 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s'|'
 
-setup: $(READY)  ## .venv with pinned versions (about 6 GB: torch's CUDA build), some minutes
+setup: $(READY)  ## .venv with pinned versions (about 7 GB: torch's CUDA build), some minutes
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "kfac_bench needs Python 3.11 or newer: make setup PYTHON=python3.12"; exit 2; }
-	@echo "installing into .venv: about 6 GB, 2 to 5 minutes"
+	@echo "installing into .venv: about 7 GB, 2 to 5 minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
 	@touch $@
