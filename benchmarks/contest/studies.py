@@ -26,7 +26,6 @@ from kfac_bench.benchmark.schema import Benchmark, Tuning
 from kfac_bench.benchmark.trials import TrialResult, shown_s, take_turns, trial_settings
 from kfac_bench.benchmark.tune import TuningRuns
 from kfac_bench.errors import UsageError
-from kfac_bench.record import score
 
 FINALISTS, MORE_SEEDS = 3, 2
 PART = "studies"
@@ -69,7 +68,7 @@ def run_studies(
     try:
         for study in range(len(tuning.seeds)):
             for task in tasks or known:
-                _Study(benchmark, tuning, task, study, runs, say).run()
+                _Study(benchmark, tuning, task, study, runs, session, say).run()
     except TimeIsUp:
         say("time is up; the same command continues")
         return False
@@ -86,10 +85,11 @@ class _Study:
         task: str,
         study: int,
         runs: TuningRuns,
+        session: WorkSession,
         say: Callable[[str], None],
     ) -> None:
-        self._tuning, self._task, self._study, self._runs, self._say = (
-            tuning, task, study, runs, say,
+        self._tuning, self._task, self._study, self._runs, self._session, self._say = (
+            tuning, task, study, runs, session, say,
         )  # fmt: skip
         self._seed, self._fresh = tuning.seeds[study], benchmark.seeds[study]
         points = [{"task": task, "optimizer": name} for name in benchmark.axes["optimizer"]]
@@ -104,13 +104,15 @@ class _Study:
         """Run the three parts."""
         trials: dict[str, list[TrialResult]] = {name: [] for name in self._optimizers}
         take_turns(self._optimizers, lambda name: self._next_trial(name, trials[name]))
-        finalists = {name: sorted(of, key=_rank)[:FINALISTS] for name, of in trials.items()}
-        ranks: dict[str, list[tuple[Rank, TrialResult]]] = defaultdict(list)
+        finalists = {name: sorted(of, key=self._rank)[:FINALISTS] for name, of in trials.items()}
+        finals: dict[str, list[list[TrialResult]]] = defaultdict(list)
         take_turns(
-            self._optimizers, lambda name: self._next_finalist(name, finalists[name], ranks[name])
+            self._optimizers, lambda name: self._next_finalist(name, finalists[name], finals[name])
         )
         for name in self._optimizers:
-            rank, winner = min(ranks[name], key=lambda pair: pair[0])
+            ranks = list(map(self._median_rank, finalists[name], finals[name]))
+            rank = min(ranks)
+            winner = finalists[name][ranks.index(rank)]
             last = self._train(name, winner, self._fresh, "table")
             self._tell(name, f"winner {shown_s(rank[0])}; {last}", is_new=last.is_new)
 
@@ -127,17 +129,28 @@ class _Study:
         return True
 
     def _next_finalist(
-        self, name: str, trials: list[TrialResult], ranks: list[tuple[Rank, TrialResult]]
+        self, name: str, trials: list[TrialResult], finals: list[list[TrialResult]]
     ) -> bool:
-        if len(ranks) == len(trials):
+        if len(finals) == len(trials):
             return False
-        trial = trials[len(ranks)]
+        trial = trials[len(finals)]
         seeds = [1000 * self._seed + i for i in range(MORE_SEEDS)]
         # A setting that missed the target is not run on other seeds.
-        more = [self._train(name, trial, s, "final") for s in seeds if math.isfinite(trial.time_s)]
-        each = [_rank(t) for t in (trial, *more)]
-        ranks.append(((median(r[0] for r in each), median(r[1] for r in each)), trial))
+        is_met = math.isfinite(trial.time_s)
+        finals.append([self._train(name, trial, seed, "final") for seed in seeds if is_met])
         return True
+
+    def _median_rank(self, trial: TrialResult, finals: Sequence[TrialResult]) -> Rank:
+        each = [self._rank(trial), *(self._rank(final, "final") for final in finals)]
+        return median(r[0] for r in each), median(r[1] for r in each)
+
+    def _rank(self, trial: TrialResult, kind: str = "trial") -> Rank:
+        run = trial.run()
+        if run is None or trial.path is None or math.isinf(trial.time_s):
+            return trial.key
+        # Each turn measures the machine again, so `time_s` has the scale of an earlier moment.
+        scale = self._session.factor(self._task, kind, trial.path)
+        return reached(run).seconds * scale, trial.key[1]
 
     def _train(self, name: str, trial: TrialResult, seed: int, kind: str) -> TrialResult:
         point = {"task": self._task, "optimizer": name}
@@ -147,13 +160,3 @@ class _Study:
     def _tell(self, name: str, what: str, *, is_new: bool) -> None:
         if is_new:
             self._say(f"study {self._study + 1}, {self._task}, {name}: {what}")
-
-
-def _rank(trial: TrialResult) -> Rank:
-    run = trial.run()
-    if run is None or math.isinf(trial.time_s):
-        return trial.key
-    # The trial's time is scaled to the machine of the first session.
-    own_s = score.time_to_target_s(run)
-    scale = trial.time_s / own_s if own_s > 0 else 1.0
-    return reached(run).seconds * scale, trial.key[1]

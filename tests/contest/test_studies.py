@@ -61,6 +61,24 @@ class TestStudies:
         (winner,) = [r for r in lab.store().runs(TASKS[0], "table") if r.seed == 10]
         assert winner.settings["optimizer.lr"] == second
 
+    def test_a_winner_does_not_depend_on_how_the_scale_of_a_sitting_changes(self, lab):  # noqa: F811
+        benchmark = contest(axes={"task": TASKS[:1], "optimizer": ["sgd"]})
+        steady, other = (s["optimizer.lr"] for s in trial_settings(benchmark.tuning, "sgd", 1))
+        # Medians of 2 and 3 seconds.
+        times = {steady: {2: 1.8, 2000: 2.0, 2001: 4.0}, other: {2: 3.0, 2000: 1.9, 2001: 3.4}}
+        lab.study(benchmark, minutes=5)
+        assert {run.seed for run in kept(lab, TASKS[0])} == {1, 1000, 1001, 10}
+
+        def seconds(config):
+            lab.slower = 3.0  # the baseline before the finalists takes longer than the first one
+            return times[config.optimizer.lr].get(config.seed, 1.0) / lab.slower
+
+        lab.new_machine()
+        lab.seconds = seconds
+        assert lab.study(benchmark)
+        (winner,) = [r for r in lab.store().runs(TASKS[0], "table") if r.seed == 11]
+        assert winner.settings["optimizer.lr"] == steady
+
     def test_an_optimizer_may_have_fewer_studies(self, lab):  # noqa: F811
         benchmark = contest()
         benchmark.tuning.studies = {"adamw": 1}
