@@ -236,7 +236,7 @@ def test_the_menu_has_every_page_or_an_index_of_it():
     assert hidden - {"lab/index.md"} <= listed
 
 
-MOST_WORDS_OF_THE_MENU = 36_000
+MOST_WORDS_OF_THE_MENU = 34_000
 """The pages of the menu that are written by hand. A new page makes others shorter."""
 
 
