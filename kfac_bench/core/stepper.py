@@ -125,20 +125,25 @@ class Stepper:
         )
 
     def _check_wrapper(self, wrapper: nn.Module | None) -> None:
-        """Raise RuntimeError if the ranks of DistributedDataParallel are not those of K-FAC.
+        """Compare the ranks of DistributedDataParallel with those of K-FAC.
 
-        Inside torch's ``Join``, ranks that ended would answer no message.
+        More ranks than K-FAC has are a RuntimeError, fewer ranks a warning. Inside torch's
+        ``Join``, ranks that ended would answer no message: that is a RuntimeError, too.
         """
         if not isinstance(wrapper, nn.parallel.DistributedDataParallel):
             return
+        averaged = wrapper.process_group.size()
         if self._executor.collective.world_size == 1:
-            if wrapper.process_group.size() > 1:
+            if averaged > 1:
                 raise RuntimeError(
                     "this KFAC was built before init_process_group(), so it knows one rank, but "
-                    "DistributedDataParallel averages gradients over "
-                    f"{wrapper.process_group.size()} ranks. Build KFAC after init_process_group()"
+                    f"DistributedDataParallel averages gradients over {averaged} ranks. Build KFAC "
+                    "after init_process_group()"
                 )
-        elif wrapper._join_config.enable:
+            return
+        if averaged < self._executor.collective.world_size and not self._plan.sharded:
+            self._guards.warn_of_ranks(averaged)
+        if wrapper._join_config.enable:
             raise RuntimeError(
                 "K-FAC cannot run inside join(): ranks without batches would not take part in its "
                 "messages. Give each rank equally many batches, for example with "

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import io
 import os
+import warnings
 from collections import Counter, defaultdict
 from itertools import chain
 from unittest import mock
@@ -915,6 +916,31 @@ def train_with_an_early_kfac():
 def test_a_kfac_of_one_rank_below_ddp_is_refused():
     """The ranks would drift apart without a word."""
     run_ranks(2, train_with_an_early_kfac)
+
+
+def train_with_groups_that_kfac_does_not_know():
+    """K-FAC gets the bare model, and DDP a group of its own on each rank."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    optimizer = sgd(bare := tiny_model())
+    kfac = KFAC(bare, optimizer).attach()
+    model = DistributedDataParallel(bare, process_group=groups[dist.get_rank()])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(2):
+            loss_of(model, *my_part(*batch(step)))[1].backward()
+            optimizer.step()
+    kfac.detach()
+    return [str(warning.message) for warning in seen]
+
+
+def test_a_kfac_of_more_ranks_than_ddp_warns_once():
+    """It would mix two models without a word."""
+    first, second = run_ranks(2, train_with_groups_that_kfac_does_not_know)
+    assert len(first) == 1
+    assert (
+        "was built for 2 ranks, but DistributedDataParallel averages gradients over 1" in first[0]
+    )
+    assert second == []
 
 
 @pytest.mark.parametrize("is_first", [False, True])  # K-FAC before DistributedDataParallel
