@@ -385,6 +385,19 @@ def test_fisher_and_adaptive_damping_equal_one_process(strategy, method, fisher,
     assert len({damping for _, damping, _ in first.after}) == (1 if damping == 0.03 else STEPS)
 
 
+def train_with_a_static_graph(options):
+    """The first backward from the output of the wrapper is that of K-FAC's labels."""
+    model = DistributedDataParallel(tiny_model(), static_graph=True)
+    optimizer = sgd(model)
+    kfac = make_kfac(model, optimizer, options)
+    for step, (want_grads, *_) in enumerate(one_process(tiny_model, batch, (*options.items(),))):
+        assert_close(train_step(model, kfac, optimizer, *my_part(*batch(step))), want_grads)
+
+
+def test_labels_of_the_model_leave_the_average_of_a_static_graph_to_the_loss():
+    run_ranks(2, train_with_a_static_graph, {"fisher": "type2"})
+
+
 def refused_on_rank(strategy):
     model = tiny_model()
     with pytest.raises(ValueError, match=f"ekfac .* strategy={strategy} .* choose comm_opt"):
