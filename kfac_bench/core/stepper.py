@@ -20,6 +20,7 @@ from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.construction import KFACParts
 from kfac_bench.core.damping import LevenbergMarquardt, Trial
 from kfac_bench.core.distributed.collective import Collective
+from kfac_bench.core.distributed.dtensor import is_sharded
 from kfac_bench.core.execution.executor import Request
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.planning.budget import SIZES, Rates, Seen
@@ -141,7 +142,10 @@ class Stepper:
                     "after init_process_group()"
                 )
             return
-        if averaged < self._executor.collective.world_size and not self._plan.sharded:
+        # Ranks that hold parts of parameters have equal gradients of all other parameters.
+        if averaged < self._executor.collective.world_size and not any(
+            map(is_sharded, wrapper.parameters())
+        ):
             self._guards.warn_of_ranks(averaged)
         if wrapper._join_config.enable:
             raise RuntimeError(
