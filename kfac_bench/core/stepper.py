@@ -133,19 +133,19 @@ class Stepper:
         """
         if not isinstance(wrapper, nn.parallel.DistributedDataParallel):
             return
-        averaged = wrapper.process_group.size()
-        if self._executor.collective.world_size == 1:
-            if averaged > 1:
-                raise RuntimeError(
-                    "this KFAC was built before init_process_group(), so it knows one rank, but "
-                    f"DistributedDataParallel averages gradients over {averaged} ranks. Build KFAC "
-                    "after init_process_group()"
-                )
+        averaged, known = wrapper.process_group.size(), self._executor.collective.world_size
+        if averaged > known:
+            why = f"its collective has {known} ranks. Leave out collective"
+            if known == 1:
+                why = "it was built before init_process_group(). Build KFAC afterwards"
+            raise RuntimeError(
+                f"DistributedDataParallel averages gradients over {averaged} ranks, whose weights "
+                f"would drift apart, because this KFAC does not know them all: {why}"
+            )
+        if known == 1:
             return
         # Ranks that hold parts of parameters have equal gradients of all other parameters.
-        if averaged < self._executor.collective.world_size and not any(
-            map(is_sharded, wrapper.parameters())
-        ):
+        if averaged < known and not any(map(is_sharded, wrapper.parameters())):
             self._guards.warn_of_ranks(averaged)
         if wrapper._join_config.enable:
             raise RuntimeError(

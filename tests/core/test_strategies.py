@@ -931,6 +931,20 @@ def test_a_kfac_of_one_rank_below_ddp_is_refused():
     run_ranks(2, train_with_an_early_kfac)
 
 
+def train_with_a_collective_of_some_ranks():
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = DistributedDataParallel(tiny_model())
+    kfac = KFAC(model, sgd(model), collective=TorchCollective(groups[dist.get_rank() // 2]))
+    loss_of(model, *my_part(*batch(0)))[1].backward()
+    with pytest.raises(RuntimeError, match=r"over 4 ranks.*its collective has 2 ranks"):
+        kfac.step()
+    kfac.detach()
+
+
+def test_a_kfac_of_some_ranks_of_ddp_is_refused():
+    run_ranks(4, train_with_a_collective_of_some_ranks)
+
+
 def train_with_groups_that_kfac_does_not_know():
     """K-FAC gets the bare model, and DDP a group of its own on each rank."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
