@@ -227,6 +227,11 @@ class TrainerConfig(Section):
                 "trainer.sync_batch_norm=true does not fit backend=horovod, whose ranks torch does "
                 "not know; use backend=ddp"
             )
+        if self.channels_last and config.backend.name == "horovod":
+            raise UsageError(
+                "trainer.channels_last=true does not fit backend=horovod, which sends contiguous "
+                "tensors only; use backend=ddp"
+            )
         if self.sync_batch_norm and config.data.on_error == "skip":
             raise UsageError(
                 "trainer.sync_batch_norm=true does not fit data.on_error=skip: a rank without a "

@@ -76,6 +76,9 @@ def build(
     # Step 1, validate: refuse what cannot work, before anything is built.
     validation.check_model(model)
     validation.check_optimizer(optimizer)
+    validation.check_collective("collective", collective)
+    if model_parallel is not None:
+        validation.check_collective("model_parallel", model_parallel)
     validation.check_options(options)
     if options["max_overhead"] is not None and model_parallel is not None:
         raise ValueError(

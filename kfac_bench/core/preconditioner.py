@@ -139,7 +139,8 @@ class KFAC:
     Raises:
         ValueError: An option is out of range, options do not fit together, the model has no layer
             to precondition, or the optimizer does not hold the parameters of a covered layer.
-        TypeError: ``model`` is no ``torch.nn.Module``, or ``optimizer`` is no optimizer object.
+        TypeError: ``model`` is no ``torch.nn.Module``, ``optimizer`` is no optimizer object, or a
+            backend is none, such as a process group of torch.
         RuntimeError: Ranks made different plans, or another KFAC is on a layer of the model.
     """
 

@@ -20,6 +20,7 @@ from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.construction import KFACParts
 from kfac_bench.core.damping import LevenbergMarquardt, Trial
 from kfac_bench.core.distributed.collective import Collective
+from kfac_bench.core.distributed.dtensor import is_sharded
 from kfac_bench.core.execution.executor import Request
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.planning.budget import SIZES, Rates, Seen
@@ -125,20 +126,28 @@ class Stepper:
         )
 
     def _check_wrapper(self, wrapper: nn.Module | None) -> None:
-        """Raise RuntimeError if the ranks of DistributedDataParallel are not those of K-FAC.
+        """Compare the ranks of DistributedDataParallel with those of K-FAC.
 
-        Inside torch's ``Join``, ranks that ended would answer no message.
+        More ranks than K-FAC has are a RuntimeError, fewer ranks a warning. Inside torch's
+        ``Join``, ranks that ended would answer no message: that is a RuntimeError, too.
         """
         if not isinstance(wrapper, nn.parallel.DistributedDataParallel):
             return
-        if self._executor.collective.world_size == 1:
-            if wrapper.process_group.size() > 1:
-                raise RuntimeError(
-                    "this KFAC was built before init_process_group(), so it knows one rank, but "
-                    "DistributedDataParallel averages gradients over "
-                    f"{wrapper.process_group.size()} ranks. Build KFAC after init_process_group()"
-                )
-        elif wrapper._join_config.enable:
+        averaged, known = wrapper.process_group.size(), self._executor.collective.world_size
+        if averaged > known:
+            why = f"its collective has {known} ranks. Leave out collective"
+            if known == 1:
+                why = "it was built before init_process_group(). Build KFAC afterwards"
+            raise RuntimeError(
+                f"DistributedDataParallel averages gradients over {averaged} ranks, whose weights "
+                f"would drift apart, because this KFAC does not know them all: {why}"
+            )
+        if known == 1:
+            return
+        # Ranks that hold parts of parameters have equal gradients of all other parameters.
+        if averaged < known and not any(map(is_sharded, wrapper.parameters())):
+            self._guards.warn_of_ranks(averaged)
+        if wrapper._join_config.enable:
             raise RuntimeError(
                 "K-FAC cannot run inside join(): ranks without batches would not take part in its "
                 "messages. Give each rank equally many batches, for example with "

@@ -113,6 +113,16 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
+def check_collective(name: str, collective: object) -> None:
+    """Check that a communication backend is one, and not a group of torch or a class."""
+    if isinstance(collective, type) or not hasattr(collective, "world_size"):
+        raise TypeError(
+            f"{name}={collective!r} is no communication backend of K-FAC. For a process group of "
+            f"torch pass {name}=TorchCollective(group), which is in "
+            "kfac_bench.core.distributed.collective"
+        )
+
+
 def check_eigen_adam(options: KFACOptions, rule: AdamRule | None) -> None:
     """Check that the options and the optimizer fit method eigen_adam, or another method.
 

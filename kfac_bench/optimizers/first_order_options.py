@@ -55,6 +55,7 @@ class LARSConfig(SGDConfig):
     """LARS: SGD with a learning rate for each weight; vectors have the common rate and no decay."""
 
     is_elementwise: ClassVar[bool] = False
+    fits_dtensors: ClassVar[bool] = False
 
     trust_coefficient: float = option(
         0.001,
@@ -153,6 +154,8 @@ class AdamWConfig(AdamConfig):
 class FusedLAMBConfig(MomentsConfig):
     """NVIDIA Apex's LAMB, on GPUs; it always clips the norm of all gradients to 1."""
 
+    fits_dtensors: ClassVar[bool] = False
+
     def build(self, groups: list[ParameterGroup], model: nn.Module) -> Optimizer:
         try:
             optimizer: Optimizer = _fused_lamb()(groups, **self.settings())
@@ -199,6 +202,7 @@ class LAMBConfig(MomentsConfig):
     """LAMB, version 3 of the paper: without bias correction, weight norms up to 10."""
 
     is_elementwise: ClassVar[bool] = False
+    fits_dtensors: ClassVar[bool] = False
 
     max_grad_norm: float = option(
         1.0,

@@ -213,6 +213,7 @@ CLASHES = {
     "trainer.compile=true backend=deepspeed": "trainer.compile=true does not fit backend=deepspeed",
     "trainer.ema=0.9 backend=fsdp2": "trainer.ema=0.9 does not fit backend=fsdp2, which cuts",
     "trainer.sync_batch_norm=true backend=horovod": "does not fit backend=horovod",
+    "trainer.channels_last=true backend=horovod": "does not fit backend=horovod",
     "trainer.sync_batch_norm=true data.on_error=skip": "does not fit data.on_error=skip",
     "schedule=polynomial schedule.warmup_share=0.2 schedule.decay_until=0.1": "before the end of",
     "data=cifar10 data.augment=false data.auto_augment=randaugment": "not data.augment=false and",

@@ -213,17 +213,21 @@ def test_a_rank_outside_of_the_group_is_refused():
 
 def new_groups_on_rank(overlap):
     """Return the timeouts in seconds of the groups that two KFACs make, one after the other."""
-    parent = dist.new_group(timeout=timedelta(seconds=77))
+    parent = dist.new_group(timeout=timedelta(seconds=77), backend="cpu:gloo")
     model, made = tiny_model(), []
     for _ in range(2):
+        collective = TorchCollective(parent)
         with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new:
             kfac = make_kfac(
                 model,
                 optimizer_of(model, {}),
                 {"strategy": "hybrid_opt", "overlap": overlap},
-                collective=TorchCollective(parent),
+                collective=collective,
             )
         made.append([call.kwargs["timeout"].total_seconds() for call in new.call_args_list])
+        own = [group for ranks, group in collective._groups.items() if collective.rank in ranks]
+        # The backend of the default group is plain gloo.
+        assert {dist.get_backend(group) for group in own} == {"cpu:gloo"}
         kfac.detach()
     return made
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import io
 import os
+import warnings
 from collections import Counter, defaultdict
 from itertools import chain
 from unittest import mock
@@ -382,6 +383,19 @@ def test_fisher_and_adaptive_damping_equal_one_process(strategy, method, fisher,
     options = COVER_ALL | {"method": method, "damping": damping, "fisher": fisher}
     first, _ = train_on_ranks(2, *FISHERS[fisher], LARGE, strategy, options)
     assert len({damping for _, damping, _ in first.after}) == (1 if damping == 0.03 else STEPS)
+
+
+def train_with_a_static_graph(options):
+    """The first backward from the output of the wrapper is that of K-FAC's labels."""
+    model = DistributedDataParallel(tiny_model(), static_graph=True)
+    optimizer = sgd(model)
+    kfac = make_kfac(model, optimizer, options)
+    for step, (want_grads, *_) in enumerate(one_process(tiny_model, batch, (*options.items(),))):
+        assert_close(train_step(model, kfac, optimizer, *my_part(*batch(step))), want_grads)
+
+
+def test_labels_of_the_model_leave_the_average_of_a_static_graph_to_the_loss():
+    run_ranks(2, train_with_a_static_graph, {"fisher": "type2"})
 
 
 def refused_on_rank(strategy):
@@ -915,6 +929,45 @@ def train_with_an_early_kfac():
 def test_a_kfac_of_one_rank_below_ddp_is_refused():
     """The ranks would drift apart without a word."""
     run_ranks(2, train_with_an_early_kfac)
+
+
+def train_with_a_collective_of_some_ranks():
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = DistributedDataParallel(tiny_model())
+    kfac = KFAC(model, sgd(model), collective=TorchCollective(groups[dist.get_rank() // 2]))
+    loss_of(model, *my_part(*batch(0)))[1].backward()
+    with pytest.raises(RuntimeError, match=r"over 4 ranks.*its collective has 2 ranks"):
+        kfac.step()
+    kfac.detach()
+
+
+def test_a_kfac_of_some_ranks_of_ddp_is_refused():
+    run_ranks(4, train_with_a_collective_of_some_ranks)
+
+
+def train_with_groups_that_kfac_does_not_know():
+    """K-FAC gets the bare model, and DDP a group of its own on each rank."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    optimizer = sgd(bare := tiny_model())
+    kfac = KFAC(bare, optimizer).attach()
+    model = DistributedDataParallel(bare, process_group=groups[dist.get_rank()])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(2):
+            loss_of(model, *my_part(*batch(step)))[1].backward()
+            optimizer.step()
+    kfac.detach()
+    return [str(warning.message) for warning in seen]
+
+
+def test_a_kfac_of_more_ranks_than_ddp_warns_once():
+    """It would mix two models without a word."""
+    first, second = run_ranks(2, train_with_groups_that_kfac_does_not_know)
+    assert len(first) == 1
+    assert (
+        "was built for 2 ranks, but DistributedDataParallel averages gradients over 1" in first[0]
+    )
+    assert second == []
 
 
 @pytest.mark.parametrize("is_first", [False, True])  # K-FAC before DistributedDataParallel

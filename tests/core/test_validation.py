@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from kfac_bench import KFAC, eigen_adam
 from kfac_bench.core import construction
 from kfac_bench.core.damping import LevenbergMarquardt
+from kfac_bench.core.distributed.collective import TorchCollective
 from tests.support.distributed import run_ranks
 
 
@@ -48,6 +49,17 @@ def refuse_fsdp1():
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_fsdp1_is_refused():
     run_ranks(2, refuse_fsdp1)
+
+
+def refuse_groups_of_torch():
+    for name in ("collective", "model_parallel"):
+        for wrong in (torch.distributed.group.WORLD, TorchCollective):
+            with pytest.raises(TypeError, match=rf"{name}=TorchCollective\(group\)"):
+                KFAC(model := network(), sgd(model), **{name: wrong})
+
+
+def test_a_group_of_torch_is_no_collective():
+    run_ranks(2, refuse_groups_of_torch)
 
 
 def test_parameters_are_no_model_and_a_name_is_no_optimizer():

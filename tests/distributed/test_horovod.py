@@ -12,10 +12,12 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from kfac_bench import cli
+from kfac_bench.config import compose
 from kfac_bench.core import KFAC
 from kfac_bench.core.planning.plan import STRATEGIES
 from kfac_bench.record.events import Evaluated, Resumed, Trained
 from kfac_bench.training import checkpoint
+from kfac_bench.training.build import build_optimizer
 from tests.support import forks, horovod_ranks
 from tests.support.distributed import run_ranks as gloo_ranks
 from tests.support.horovod_ranks import BIN, here, run_ranks
@@ -286,6 +288,25 @@ def other_weights_here():
 
 def test_all_ranks_start_with_the_weights_of_rank_0():
     assert run_ranks(2, other_weights_here) == [sha256(weights_of(tiny_model()))] * 2
+
+
+def settings_here(words):
+    """Return the settings of the optimizer of a run, without Horovod and with it."""
+    model = tiny_model()
+    plain = build_optimizer(compose.load(words.split()).optimizer, model)
+    names = ("block_size", "graft_type", "matrix_eps", "pre_norm", "rule")
+    kept = {name: getattr(plain, name) for name in names if hasattr(plain, name)}
+    _, averaging = here().wrap(model, plain)
+    return kept, {name: getattr(averaging, name) for name in kept}
+
+
+@pytest.mark.parametrize(
+    "words", ["optimizer=lamb", "optimizer=shampoo optimizer.block_size=7", "optimizer=eigen_adam"]
+)
+def test_optimizers_keep_settings_that_are_in_no_group(words):
+    plain, averaging = run_ranks(2, settings_here, words)[0]
+    assert plain
+    assert plain == averaging
 
 
 def script_here():

@@ -281,6 +281,9 @@ def test_pieces_of_weights_are_refused(name):
     with pytest.raises(UsageError, match=f"optimizer={name} does not fit backend.zero_stage=2"):
         compose.load([f"optimizer={name}", "backend=deepspeed", "backend.zero_stage=2"])
     compose.load([f"optimizer={name}", "backend=deepspeed", "backend.zero_stage=0"])
-    if name in ("soap", "shampoo"):
-        with pytest.raises(UsageError, match=f"optimizer={name} does not fit backend=fsdp2"):
-            compose.load([f"optimizer={name}", "backend=fsdp2"])
+
+
+@pytest.mark.parametrize("name", ["fused_lamb", "lamb", "lars", "soap", "shampoo"])
+def test_parts_of_weights_are_refused(name):
+    with pytest.raises(UsageError, match=f"optimizer={name} does not fit backend=fsdp2"):
+        compose.load([f"optimizer={name}", "backend=fsdp2"])

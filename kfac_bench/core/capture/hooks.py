@@ -8,7 +8,8 @@ reads its input and gradient is in :mod:`kfac_bench.core.layers`. Which passes c
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import local
@@ -392,7 +393,7 @@ class Capture:
             RuntimeError: The model has tensor-parallel layers, whose ranks would draw different
                 labels. Or an earlier call has sent labels through the same calls of layers.
         """
-        with self.passes.pause():
+        with self.passes.pause(), self._without_averaging():
             self._waiting.check_not_sent(output)
         seen = self._waiting.pop(output)
         edges = [edge for edge, _ in seen]
@@ -404,7 +405,8 @@ class Capture:
                 "layers need the same labels: use fisher=empirical"
             )
         self._backwards += 1
-        with self.passes.pause():  # checkpointing may repeat forwards during backward
+        # Inside pause(), because checkpointing may repeat forwards during backward.
+        with self.passes.pause(), self._without_averaging():
             for i, seed in enumerate(seeds):
                 grads = torch.autograd.grad(
                     output, edges, seed, retain_graph=True, allow_unused=True
@@ -419,6 +421,23 @@ class Capture:
         if self.sender is not None:
             later = self._waiting.layers()
             self.sender.finish({s.layer.name for _, s in seen}.difference(later))
+
+    @contextmanager
+    def _without_averaging(self) -> Iterator[None]:
+        """Let a backward inside the block start no average of DistributedDataParallel.
+
+        With ``static_graph=True``, the first backward from the output of the wrapper starts it.
+        """
+        wrapper = None if self.wrapper is None else self.wrapper()
+        name = "_static_graph_delay_allreduce_enqueued"
+        is_first = getattr(wrapper, name, None) is False
+        if is_first:
+            setattr(wrapper, name, True)
+        try:
+            yield
+        finally:
+            if is_first:
+                setattr(wrapper, name, False)
 
     def _add(
         self,

@@ -99,6 +99,8 @@ class TorchCollective:
                 made[ranks] = dist.new_group(
                     [self._global[r] for r in ranks],
                     timeout=_timeout_of(self._parent),
+                    # By default torch takes the backend of the default group, perhaps another one.
+                    backend=dist.get_backend(self._parent),
                     use_local_synchronization=not of_world,
                 )
             self._groups[ranks] = made[ranks]

@@ -71,7 +71,7 @@ class Guards:
         can_limit: bool,
     ) -> None:
         self.order = StepOrder(layers)
-        self._layers = layers
+        self._layers, self._ranks = layers, collective.world_size
         self._warn = warn = Notices(is_active=collective.rank == 0).give
         self._missing = MissingStep(model, layers[-1], warn)
         self.statistics = StatisticsCheck(model, layers, find, capture, collective, leave, warn)
@@ -108,6 +108,15 @@ class Guards:
                     f"{now} now. Convert the model before you build KFAC. Or build another KFAC "
                     "and load state_dict() of this KFAC"
                 )
+
+    def warn_of_ranks(self, averaged: int) -> None:
+        """Warn that gradients are averaged over fewer ranks than K-FAC has."""
+        self._warn(
+            "ranks",
+            f"KFAC was built for {self._ranks} ranks, but DistributedDataParallel averages "
+            f"gradients over {averaged}. If the other ranks train another model, pass the wrapper "
+            "of DistributedDataParallel to KFAC in place of the bare model",
+        )
 
     def see_statistics(
         self, collected: Mapping[str, Collected], loss_scale: float | Tensor

@@ -45,6 +45,12 @@ class Horovod(Backend):
                 work.wait()
         names = list(model.named_parameters())
         self._averaging = hvd.DistributedOptimizer(optimizer, named_parameters=names)
+        # Horovod makes another optimizer from the groups alone, so settings that are attributes
+        # would have the defaults of their class.
+        kept = {"state", "param_groups"}
+        vars(self._averaging).update(
+            {k: v for k, v in vars(optimizer).items() if k[0] != "_" and k not in kept}
+        )
         self._plain = optimizer
         return model, self._averaging
 
