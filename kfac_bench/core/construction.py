@@ -137,7 +137,6 @@ def build(
         bare,
         layers,
         plan,
-        optimizer,
         find,
         capture,
         collective,
