@@ -131,9 +131,12 @@ class KFACCallback(Callback):
         if self._loaded is not None:
             load_whole_state(self.preconditioner, self._loaded)
         elif trainer.global_step > 0:
+            why = f"{trainer.ckpt_path} has no state of {self.state_key}"
+            if trainer.ckpt_path is None:
+                why = "fit() without ckpt_path builds optimizer and K-FAC again"
             warnings.warn(
                 f"training continues at step {trainer.global_step}, but K-FAC starts with empty "
-                f"statistics: {trainer.ckpt_path} has no state of {self.state_key}",
+                f"statistics: {why}",
                 stacklevel=2,
             )
         self._loaded = None

@@ -208,6 +208,15 @@ def test_a_checkpoint_without_state_is_reported(tmp_path):
         )
 
 
+def test_a_second_fit_of_a_trainer_says_why_kfac_starts_again():
+    model = module_of(lightning)
+    trainer = trainer_with(KFACCallback(), max_epochs=1)
+    trainer.fit(model, loader())
+    trainer.fit_loop.max_epochs = 2
+    with pytest.warns(UserWarning, match=r"statistics: fit\(\) without ckpt_path builds optimizer"):
+        trainer.fit(model, loader())
+
+
 def tunable(optimizer):
     """A module as finders need it, which counts the steps with K-FAC."""
     model = module_of(lightning)
