@@ -81,6 +81,10 @@ class KFACCallback(Callback):
         self._attached_to: Optimizer | None = None
         self._loaded: Mapping[str, Any] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which has no KFAC: a KFAC belongs to one model."""
+        return {**self.__dict__, "preconditioner": None, "_attached_to": None}
+
     @property
     def state_key(self) -> str:
         """The key of the state in a checkpoint, unique if each callback has another module."""

@@ -1,5 +1,6 @@
 """The callback in the real Trainer of Lightning, under both of its import names."""
 
+import copy
 import importlib
 import inspect
 import os
@@ -192,6 +193,7 @@ def test_a_fit_after_a_test_starts_over(tmp_path):
     trainer.fit(model, loader())
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert callback.preconditioner.steps == 3
+    assert copy.deepcopy(callback).preconditioner is None, "libraries pickle the Trainer's options"
     trainer.test(model, loader(1), ckpt_path=tmp_path / "last.ckpt", verbose=False)
     again = trainer_with(callback, limit_train_batches=2, max_epochs=1)
     again.fit(model, loader())
