@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from omegaconf import MISSING
 
-from kfac_bench.config.options import PLACE, RECORD, RESULT, Section, check_patterns, option
+from kfac_bench.config.options import (
+    MOST_EPOCHS,
+    PLACE,
+    RECORD,
+    RESULT,
+    Section,
+    check_patterns,
+    option,
+)
 from kfac_bench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -291,7 +299,11 @@ class ScheduleConfig(Section):
 
     name: str = option(MISSING, "shape after the warm-up", RESULT, choices=TABLES["schedule"])
     warmup_epochs: float = option(
-        0.0, "epochs in which the rate rises linearly", RESULT, at_least=0
+        0.0,
+        "epochs in which the rate rises linearly",
+        RESULT,
+        at_least=0,
+        at_most=MOST_EPOCHS,
     )
     warmup_share: float = option(
         0.0, "share of all steps in which the rate rises linearly", RESULT, at_least=0, below=1

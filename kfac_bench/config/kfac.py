@@ -1,15 +1,13 @@
 """The options of the preconditioner."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from omegaconf import MISSING
 
-from kfac_bench.config.options import RESULT, Section, check_patterns, option
+from kfac_bench.config.options import RESULT, Section, check_patterns, check_rising, option
 from kfac_bench.core.kfac_options import OPTIONS, unused_by_eigen_adam
 from kfac_bench.core.options import Option
 from kfac_bench.core.planning.plan import EIGEN_ADAM
@@ -119,9 +117,7 @@ class KFACConfig(Section):
 
     def _check_changes(self) -> None:
         for name in ("damping_decay_epochs", "interval_growth_epochs"):
-            epochs = getattr(self, name)
-            if not all(0 < a < b for a, b in pairwise([*epochs, math.inf])):
-                raise UsageError(f"kfac.{name}={epochs}: must be epochs above 0 in rising order")
+            check_rising(f"kfac.{name}", getattr(self, name))
         for name, needs in (
             ("damping_decay", "damping_decay_epochs"),
             ("interval_growth", "interval_growth_epochs"),

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import field
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 from omegaconf import MISSING
@@ -145,6 +146,18 @@ def range_in_words(bounds: Mapping[str, float]) -> str:
         return f"{next(iter(bounds.values())):.10g}"  # at least 28 and at most 28
     # Ten digits hold the largest bound, that of the seed.
     return " and ".join(f"{word} {bound:.10g}" for word, bound in bounds.items())
+
+
+MOST_EPOCHS = 1e9
+"""Limit of options in epochs. Times the steps of an epoch they must still be a whole number."""
+
+
+def check_rising(name: str, epochs: Sequence[float]) -> None:
+    """Raise :class:`UsageError` if a list of epochs does not rise, or has other numbers."""
+    if not all(0 < a < b for a, b in pairwise([*epochs, MOST_EPOCHS])):
+        raise UsageError(
+            f"{name}={epochs}: must be epochs above 0 in rising order, below {MOST_EPOCHS:.10g}"
+        )
 
 
 def check_patterns(name: str, patterns: Sequence[str]) -> None:

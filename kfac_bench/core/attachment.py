@@ -33,7 +33,7 @@ class Scaler(Protocol):
 
 
 class Attachment:
-    """A pre-hook of ``optimizer.step()``.
+    """A pre-hook of ``optimizer.step()``, and a post-hook that notes the end of the step.
 
     The hook keeps the preconditioner alive as long as the optimizer lives. So a script need not
     keep a variable for it.
@@ -60,11 +60,19 @@ class Attachment:
                 f"attach() needs a torch.optim.Optimizer, not a {type(inner).__name__} object: "
                 "call step() yourself, before the optimizer's step"
             )
-        self._handle = inner.register_step_pre_hook(self._before_step)
+        self._has_run = False  # in the step of the optimizer that runs now
+        self._handles = (
+            inner.register_step_pre_hook(self._before_step),
+            inner.register_step_post_hook(self._after_step),
+        )
 
     def remove(self) -> None:
-        """Remove the hook from the optimizer."""
-        self._handle.remove()
+        """Remove the hooks from the optimizer."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._has_run = False
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -100,11 +108,16 @@ class Attachment:
         return closure_then_precondition
 
     def _run(self, optimizer: Optimizer) -> None:
+        if self._has_run:
+            # The step of a subclass may change the gradients and then call the step of its parent.
+            # torch runs the hooks there, too, if the parent class was ever instantiated.
+            return
         scale = unscale_fused(optimizer)
         if self._scaler is not None:
             self._precondition(self._scaler.get_scale)
         else:
             self._precondition(1.0 if scale is None else scale)
+        self._has_run = True
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:

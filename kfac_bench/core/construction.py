@@ -140,7 +140,6 @@ def build(
         bare,
         layers,
         plan,
-        optimizer,
         find,
         capture,
         collective,

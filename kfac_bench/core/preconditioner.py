@@ -202,8 +202,9 @@ class KFAC:
         if parts.coverage is not None:
             hooks.append(parts.coverage)
         self._finalizer = claim(self, self._layers, hooks)
-        if self._attachment is not None:
-            self._guards.release_optimizer()
+        # An attached KFAC is built again in a hook, where torch does not allow another hook.
+        if self._attachment is None:
+            self._guards.watch_optimizer(self._optimizer)
 
     def _take_waiting_state(self, coverage: Coverage) -> None:
         """Load what EigenAdam has loaded before there was a KFAC."""

@@ -59,6 +59,10 @@ class KFACCallback(TrainerCallback):
         self._options = options
         self._labels_hook: Any = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which has no KFAC: a KFAC belongs to one model."""
+        return {**self.__dict__, "preconditioner": None, "_labels_hook": None}
+
     def on_train_begin(
         self,
         args: TrainingArguments,

@@ -81,6 +81,10 @@ class KFACCallback(Callback):
         self._attached_to: Optimizer | None = None
         self._loaded: Mapping[str, Any] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which has no KFAC: a KFAC belongs to one model."""
+        return {**self.__dict__, "preconditioner": None, "_attached_to": None}
+
     @property
     def state_key(self) -> str:
         """The key of the state in a checkpoint, unique if each callback has another module."""
@@ -131,9 +135,12 @@ class KFACCallback(Callback):
         if self._loaded is not None:
             load_whole_state(self.preconditioner, self._loaded)
         elif trainer.global_step > 0:
+            why = f"{trainer.ckpt_path} has no state of {self.state_key}"
+            if trainer.ckpt_path is None:
+                why = "fit() without ckpt_path builds optimizer and K-FAC again"
             warnings.warn(
                 f"training continues at step {trainer.global_step}, but K-FAC starts with empty "
-                f"statistics: {trainer.ckpt_path} has no state of {self.state_key}",
+                f"statistics: {why}",
                 stacklevel=2,
             )
         self._loaded = None

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from kfac_bench.errors import UsageError
 from kfac_bench.output import counted
-from kfac_bench.record.events import RunEnded
-from kfac_bench.record.own_files import is_locked
+from kfac_bench.record.events import EVENTS_FILE, RunEnded
+from kfac_bench.record.own_files import LOCK_FILE, is_locked
 from kfac_bench.record.runs import Run, find
 from kfac_bench.report import compare
+from kfac_bench.report.comparison import folder_of
 
 EVERY_S = 10
 """Seconds between two looks at the event files, and between two loads of the page in a browser."""
@@ -27,7 +28,7 @@ def watch(
     """Write the page of the runs each time that an event file has changed, until all have ended.
 
     A browser loads the page again by itself. Ctrl-C ends the watch, too. A run that was killed or
-    interrupted counts as ended after ``SILENT_S`` seconds.
+    interrupted counts as ended after ``SILENT_S`` seconds. The watch waits for the first event.
 
     Args:
         paths: Run directories, event files, or folders of runs, which may get more runs.
@@ -38,18 +39,28 @@ def watch(
     Raises:
         UsageError: As :func:`compare`.
     """
+    folder_of(html_path)
     seen: dict[Path, int] = {}
     unended: list[Path] = []
+    is_told = False
     try:
         while True:
-            is_new = (sizes := _sizes(paths)) != seen or not seen
+            sizes = _sizes(paths)
+            # A run that cannot begin removes its directory, and compare() reports that.
+            if not any(sizes.values()) and all(os.access(path, os.R_OK) for path in paths):
+                if not is_told:
+                    say("no run has an event yet: waits for the first one (Ctrl-C stops)")
+                is_told = True
+                wait(EVERY_S)
+                continue
+            is_new = sizes != seen or not seen
             if is_new:
                 seen = sizes
                 settings = compare(paths, html_path, refresh_s=EVERY_S).settings
                 runs = [run for setting in settings for run in setting.runs]
                 unended = [run.path for run in runs if not _has_ended(run)]
             left = sum(map(_may_go_on, unended))
-            if not left:
+            if not left and not any(map(_is_beginning, paths)):
                 for file in unended:
                     say(
                         f"{file.parent} counts as stopped: no process runs it, and it has not ended"
@@ -59,6 +70,8 @@ def watch(
                 say(f"{html_path}: {left} of {counted(len(runs), 'run')} not ended (Ctrl-C stops)")
             wait(EVERY_S)
     except KeyboardInterrupt:
+        if not seen:
+            raise
         say("stopped: the page stays as it is")
 
 
@@ -78,6 +91,21 @@ def _may_go_on(file: Path) -> bool:
         return is_locked(file.parent) or time.time() - os.stat(file).st_mtime < SILENT_S
     except (OSError, UsageError):
         return False  # it was removed
+
+
+def _is_beginning(path: Path) -> bool:
+    """Return whether a process holds a run directory that has no event yet, as between two runs."""
+    for folder, names, files in os.walk(path):
+        if LOCK_FILE not in files:
+            continue
+        names.clear()
+        events = Path(folder, EVENTS_FILE)
+        try:
+            if not (events.exists() and events.stat().st_size) and is_locked(events.parent):
+                return True
+        except (OSError, UsageError):
+            continue  # it was removed
+    return False
 
 
 def _sizes(paths: Sequence[Path]) -> dict[Path, int]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kfac_bench.config.groups import ScheduleConfig
-from kfac_bench.config.options import RESULT, option
+from kfac_bench.config.options import RESULT, check_rising, option
 from kfac_bench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -105,10 +104,7 @@ class StepConfig(ScheduleConfig):
 
     def check(self, config: TrainConfig) -> None:
         super().check(config)
-        if not all(0 < a < b for a, b in pairwise([*self.milestones, math.inf])):
-            raise UsageError(
-                f"schedule.milestones={self.milestones}: must be epochs above 0 in rising order"
-            )
+        check_rising("schedule.milestones", self.milestones)
 
 
 CHOICES: Mapping[str, type[ScheduleConfig]] = {

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kfac_bench.config import TrainConfig
+from kfac_bench.config import KFACConfig, TrainConfig
 from kfac_bench.data.base.dataset import difference, fingerprint
 from kfac_bench.errors import UsageError
 from kfac_bench.record.event_log import EventLog, JsonlSink, position_from
@@ -74,6 +74,8 @@ def start_or_resume(
     # Before the first event: a run that cannot begin leaves no directory.
     if saved is not None:
         _restore(trainer, saved, is_own=own is not None, begins_phase=begins_phase)
+        if own is None and not begins_phase:
+            _check_epochs_of_kfac(config.kfac, trainer, saved)
     if own is None or (check is not None and check.lacks_start):
         trainer.log.emit(_first_event(config, trainer, directory, about))
     if saved is not None:
@@ -154,6 +156,23 @@ def _restore(trainer: Trainer, saved: Checkpoint, *, is_own: bool, begins_phase:
         raise UsageError(
             f"resume: {saved.path} does not hold the state of a run ({error!r})"
         ) from None
+
+
+def _check_epochs_of_kfac(config: KFACConfig, trainer: Trainer, saved: Checkpoint) -> None:
+    """Raise :class:`UsageError` if K-FAC's changes at epochs would come too late.
+
+    K-FAC counts its own steps. A checkpoint of a run without K-FAC has none.
+    """
+    changes = config.damping_decay_epochs or config.interval_growth_epochs
+    # With max_overhead the first steps do not count, in any run.
+    if trainer.kfac is None or not changes or config.max_overhead is not None:
+        return
+    if (steps := trainer.kfac.steps) != saved.step:
+        raise UsageError(
+            f"resume: {saved.path} has {saved.step} steps of training and {steps} of K-FAC, so "
+            "kfac.damping_decay_epochs and kfac.interval_growth_epochs would count other epochs "
+            "than the run. Set both to []"
+        )
 
 
 def _check_data(

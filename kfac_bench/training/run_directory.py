@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -129,15 +130,14 @@ class RunDirectory:
 
     def _remove_unless_begun(self) -> None:
         """Remove the directory if it has no event and no file of anybody else."""
-        ours = {_CONFIG, "run.json", own_files.LOCK_FILE, EVENTS_FILE}
+        # W&B is told of the run before its first event, so that it can show all events.
+        ours = {_CONFIG, "run.json", own_files.LOCK_FILE, EVENTS_FILE, "wandb"}
         with suppress(OSError):
             files = list(self.path.iterdir())
             if {path.name for path in files} <= ours and not any(
                 path.stat().st_size for path in files if path.name == EVENTS_FILE
             ):
-                for path in files:
-                    path.unlink()
-                self.path.rmdir()
+                shutil.rmtree(self.path)
 
     def note_state(self, status: str, step: int) -> None:
         """Write the state of the run to the file ``state`` and to $KFAC_STATE_FILE, if it is set.

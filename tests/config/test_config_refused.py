@@ -255,15 +255,20 @@ def test_what_means_nothing_with_eigen_adam(said, fragment):
     assert fragment in refused(["optimizer=eigen_adam", said])
 
 
-@pytest.mark.parametrize("milestones", ["[0,5]", "[-1]", "[5,5]", "[5,3]"])
+@pytest.mark.parametrize("milestones", ["[0,5]", "[-1]", "[5,5]", "[5,3]", "[1e308]"])
 def test_milestones_are_above_0_and_rise(milestones):
     said = refused(["schedule=step", f"schedule.milestones={milestones}"])
     assert "schedule.milestones=" in said
     assert "must be epochs above 0 in rising order" in said
 
 
+def test_a_warmup_has_a_limit_that_is_a_whole_number_of_steps():
+    said = refused(["schedule.warmup_epochs=1e308"])
+    assert said.startswith("schedule.warmup_epochs=1e+308: must be at least 0 and at most 10000000")
+
+
 @pytest.mark.parametrize("name", ["damping_decay_epochs", "interval_growth_epochs"])
-@pytest.mark.parametrize("epochs", ["[0,5]", "[5,3]"])
+@pytest.mark.parametrize("epochs", ["[0,5]", "[5,3]", "[1e308]"])
 def test_epochs_of_changes_are_above_0_and_rise(name, epochs):
     said = refused(["kfac.damping=0.1", f"kfac.{name}={epochs}"])
     assert f"kfac.{name}=" in said

@@ -125,6 +125,31 @@ def test_an_optimizer_that_calls_its_closure_twice_is_refused():
         optimizer.step(closure)
 
 
+@pytest.mark.parametrize("as_closure", [False, True])
+def test_kfac_runs_once_in_a_step_that_calls_the_step_of_its_parent(as_closure):
+    class Halved(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+            return super().step(closure)
+
+    OPTIMIZERS["sgd"]([torch.zeros(1)])  # from now on torch runs hooks in the step of SGD, too
+    model, _ = new()
+    optimizer = Halved(model.parameters(), lr=0.1)
+    kfac = KFAC(model, optimizer, **OPTIONS).attach()
+    for step in range(STEPS):
+
+        def backward(step=step):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+
+        if not as_closure:
+            backward()
+        optimizer.step(backward if as_closure else None)
+    assert kfac.steps == STEPS
+
+
 @ALL
 @CLIPS
 @pytest.mark.parametrize("unscales", [False, True])

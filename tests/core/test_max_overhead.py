@@ -65,6 +65,14 @@ def budgeted(max_overhead, model=None, **options):
     return model, optimizer, KFAC(model, optimizer, max_overhead=max_overhead, **options).attach()
 
 
+def test_the_choice_is_made_beside_other_hooks_of_the_optimizer(clock):
+    model, optimizer, kfac = budgeted(1.0)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(1))
+    train(model, optimizer, WATCHED + 1)
+    assert (kfac.steps, len(seen)) == (1, WATCHED + 1)
+
+
 def test_the_optimizer_makes_the_first_steps_alone(clock):
     alone = net()
     want = train(alone, sgd(alone), WATCHED)

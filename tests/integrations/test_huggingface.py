@@ -1,5 +1,6 @@
 """The callback in the real Trainer of transformers."""
 
+import copy
 import json
 import os
 import shutil
@@ -109,6 +110,7 @@ def test_the_trainer_does_what_a_loop_does(tmp_path):
     )
     trainer.train()
     assert callback.preconditioner.steps == 4
+    assert copy.deepcopy(callback).preconditioner is None, "ray pickles the Trainer"
 
     model = language_model(**NO_DROPOUT)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)

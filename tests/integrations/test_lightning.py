@@ -1,5 +1,6 @@
 """The callback in the real Trainer of Lightning, under both of its import names."""
 
+import copy
 import importlib
 import inspect
 import os
@@ -192,6 +193,7 @@ def test_a_fit_after_a_test_starts_over(tmp_path):
     trainer.fit(model, loader())
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert callback.preconditioner.steps == 3
+    assert copy.deepcopy(callback).preconditioner is None, "libraries pickle the Trainer's options"
     trainer.test(model, loader(1), ckpt_path=tmp_path / "last.ckpt", verbose=False)
     again = trainer_with(callback, limit_train_batches=2, max_epochs=1)
     again.fit(model, loader())
@@ -206,6 +208,15 @@ def test_a_checkpoint_without_state_is_reported(tmp_path):
         trainer_with(KFACCallback()).fit(
             module_of(lightning), loader(), ckpt_path=tmp_path / "last.ckpt"
         )
+
+
+def test_a_second_fit_of_a_trainer_says_why_kfac_starts_again():
+    model = module_of(lightning)
+    trainer = trainer_with(KFACCallback(), max_epochs=1)
+    trainer.fit(model, loader())
+    trainer.fit_loop.max_epochs = 2
+    with pytest.warns(UserWarning, match=r"statistics: fit\(\) without ckpt_path builds optimizer"):
+        trainer.fit(model, loader())
 
 
 def tunable(optimizer):

@@ -136,9 +136,58 @@ def test_runs_that_have_ended_are_not_watched(tmp_path: Path) -> None:
     assert said == []
 
 
-def test_a_page_without_a_folder_or_a_folder_without_runs_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no runs here"):
-        watch([tmp_path], tmp_path / "page.html", print, never)
-    write_run(tmp_path / "run")
+def test_the_watch_waits_for_the_first_event_and_says_so(tmp_path: Path) -> None:
+    runs, page = tmp_path / "runs", tmp_path / "page.html"
+    runs.mkdir()
+
+    def empty_file() -> None:
+        (runs / "adam").mkdir()
+        (runs / "adam" / "events.jsonl").touch()
+
+    def first_events() -> None:
+        assert not page.exists()
+        write_run(runs / "sgd")
+
+    steps = iter([empty_file, lambda: None, first_events])
+    said: list[str] = []
+    watch([runs], page, said.append, lambda seconds: next(steps)())
+    assert next(steps, None) is None
+    assert said == ["no run has an event yet: waits for the first one (Ctrl-C stops)"]
+    assert page.exists()
+
+
+def test_ctrl_c_before_the_first_event_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watching.watch, "__defaults__", (interrupt,))
+    with pytest.raises(SystemExit) as ended:
+        cli.bench(["compare", str(tmp_path), "--watch", "--html", str(tmp_path / "page.html")])
+    assert ended.value.code == 130
+    assert not capsys.readouterr().err
+
+
+def test_a_run_without_events_that_a_process_holds_goes_on(tmp_path: Path) -> None:
+    runs, page = tmp_path / "runs", tmp_path / "page.html"
+    write_run(runs / "first")
+    waits: list[float] = []
+
+    def begin(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            events = write_run(tmp_path / "adam", optimizer="adam") / "events.jsonl"
+            events.rename(runs / "second" / "events.jsonl")
+
+    with locked(runs / "second", 0.0, print):
+        watch([runs], page, print, begin)
+    assert len(waits) == 2
+    assert "Adam" in page.read_text()
+
+
+def test_a_page_without_a_folder_or_a_path_without_a_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such run"):
+        watch([tmp_path / "absent"], tmp_path / "page.html", print, never)
     with pytest.raises(UsageError, match="create it first"):
         watch([tmp_path], tmp_path / "absent" / "page.html", print, never)

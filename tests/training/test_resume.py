@@ -281,6 +281,15 @@ def test_resume_with_another_preconditioner(tmp_path, to):
     assert all(math.isfinite(e.loss) for e in of_kind(second, Trained))
 
 
+def test_changes_at_epochs_need_the_steps_of_kfac(tmp_path):
+    _, first = train(tmp_path, *METHODS["kfac eigen"], "trainer.max_steps=5", "run_id=first")
+    _, alone = train(tmp_path, *KFAC, "kfac=none", "trainer.max_steps=5", "run_id=alone")
+    more = (*CHANGES["kfac changes"], "trainer.max_steps=10", "run_id=second")
+    with pytest.raises(UsageError, match="has 5 steps of training and 0 of K-FAC"):
+        train(tmp_path, *more, f"resume={alone}")
+    assert train(tmp_path, *more, f"resume={first}")[0] == "finished"
+
+
 BASE_OF_FILES = (
     *("model=autoencoder", "model.hidden=[12,4]", "data=imagefolder", "data.image_size=4"),
     *("data.workers=0", "logger=none", "trainer.threads=1", "trainer.batch_size=8"),

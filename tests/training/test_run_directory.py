@@ -52,6 +52,21 @@ def test_a_start_rewrites_nothing_about_the_first_start(tmp_path):
     assert {name: (path / name).stat().st_ino for name in before} == before
 
 
+@pytest.mark.parametrize(("name", "is_removed"), [("wandb", True), ("mine", False)])
+def test_a_run_that_cannot_begin_leaves_only_what_is_not_its_own(tmp_path, name, is_removed):
+    config = config_of(tmp_path, *STEPS)
+    directory = RunDirectory(config)
+
+    def begin():
+        with directory.open(config, {}):
+            (directory.path / name).mkdir()
+            raise UsageError("no data")
+
+    with pytest.raises(UsageError, match="no data"):
+        begin()
+    assert directory.path.exists() is not is_removed
+
+
 @pytest.mark.parametrize("lost", ["empty", "missing", "zeros"])
 def test_an_empty_config_neither_stops_nor_hides_the_run(tmp_path, lost):
     """A power cut may leave an empty file, or one of zeros. The next start writes it again."""

@@ -45,7 +45,6 @@ class Guards:
         model: The model, without wrapper.
         layers: The layers that K-FAC covers.
         plan: The work of all ranks.
-        optimizer: The optimizer; it gets a hook, if it can have one.
         find: Returns the layers that a KFAC built now would cover, and others.
         capture: The hooks of this rank.
         collective: The ranks of the plan; rank 0 gives the warnings.
@@ -60,7 +59,6 @@ class Guards:
         model: nn.Module,
         layers: Sequence[Layer],
         plan: Plan,
-        optimizer: Optimizer,
         find: Callable[[], tuple[Sequence[Layer], object]],
         capture: Capture,
         collective: Collective,
@@ -82,9 +80,13 @@ class Guards:
         self._width = None
         if sees_rows:
             self._width = _WidthCheck(layers, plan, collective.rank, can_limit=can_limit)
-        self._unscaling: LaterUnscaling | None = LaterUnscaling(layers[-1])
+        self._unscaling: LaterUnscaling | None = None
         self._dtypes: dict[str, torch.dtype] = {}
         self._handle: RemovableHandle | None = None
+
+    def watch_optimizer(self, optimizer: Optimizer) -> None:
+        """Put a hook on the optimizer, if it can have one: K-FAC is not attached to it yet."""
+        self._unscaling = LaterUnscaling(self._layers[-1])
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # wrappers of frameworks have none
             self._handle = optimizer.register_step_pre_hook(self._before_optimizer)
 
