@@ -94,9 +94,11 @@ class Simulation:
         about = {"label": config.label, "seed": config.seed, "data": {"file": self.asked.file}}
         about |= {"optimizer": vars(config.optimizer), "trainer": vars(config.trainer)}
         log.emit(RunStarted(0, 0.0, "r", "accuracy", True, about, {}))
+        stages = {"ReduceFactors": 1e-3, "ShareGradients": 1e-3, "Decompose": 1e-3}
+        stages = stages if config.kfac.enabled else {}
         for share in (0, 0.5, 1):
             at_s = share * last_s
-            log.emit(Trained(round(100 * at_s), at_s, 0, 1.0, 0.1, 1.0))
+            log.emit(Trained(round(100 * at_s), at_s, 0, 1.0, 0.1, 1.0, stage_mean_s=stages))
             metric = {"accuracy": 0.93 * at_s / time_s}
             log.emit(Evaluated(round(100 * at_s), at_s, 0, metric))
         if time_s <= limit_s:
@@ -225,6 +227,7 @@ def test_the_verdict_of_the_study(done, monkeypatch):
     text = answer.write(simulation.asked, found, path, is_quick=False)
     assert text.startswith("mine: accuracy 0.93 is reached by\n  EigenAdam  ")
     assert "x faster than AdamW" in text
+    assert "67 % of the time of K-FAC's stages is communication." in text
     assert "optimizer = eigen_adam(model, lr=" in text
     page = (path / "verdict.html").read_text()
     assert "Does K-FAC help on mine?" in page

@@ -30,7 +30,7 @@ EIGEN = finalist(
     uses_kfac=True,
     step_s=0.138,
     memory_bytes=680e6,
-    stages_s={"Precondition": 61.0, "Decompose": 30.0, "ComputeFactor": 9.0},
+    stages_s={"preconditioning": 61.0, "decompositions": 30.0, "statistics": 9.0},
     paste="from kfac_bench import eigen_adam\noptimizer = eigen_adam(model, lr=0.01)",
 )
 SOAP = finalist("SOAP", [51, 52, 58, 60, 66])
