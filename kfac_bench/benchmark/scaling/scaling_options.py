@@ -83,7 +83,7 @@ def _write(request: ScalingRequest, runs: Sequence[Run], say: Callable[[str], No
             f"{request.folder}: no run is long enough to measure a step; train without "
             "trainer.max_train_s, or use fewer --steps"
         )
-    tables = [scaling_table(runs), stage_table(runs)]
+    tables = [scaling_table(points), stage_table(points)]
     if missing := len(request.cells) - len(runs):
         note = f"missing: {missing} of {len(request.cells)} runs"
         tables[0] = replace(tables[0], notes=[note, *tables[0].notes])
