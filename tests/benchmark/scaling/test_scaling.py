@@ -53,12 +53,12 @@ def call(*words):
 # ---- cells ----
 
 
-def test_runs_are_all_strategies_on_all_ranks_in_rounds(tmp_path):
+def test_runs_are_all_strategies_on_all_ranks_in_rounds():
     asked = parse("--world-size=1,2", "--strategy=comm_opt,hybrid_opt@1/2", "--rounds=2")
     assert [c.label for c in asked.cells[:6]] == [
-        "sgd 1 ranks round 1",
-        "comm_opt 1 ranks round 1",
-        "hybrid_opt@1/2 1 ranks round 1",
+        "sgd 1 rank round 1",
+        "comm_opt 1 rank round 1",
+        "hybrid_opt@1/2 1 rank round 1",
         "sgd 2 ranks round 1",
         "comm_opt 2 ranks round 1",
         "hybrid_opt@1/2 2 ranks round 1",
