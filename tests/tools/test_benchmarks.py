@@ -131,7 +131,7 @@ def test_kfac_follows_the_cycle_in_each_step(block_steps):
     timed = [kind for kind, n in cycle.blocks for _ in range(n)]
     assert kinds[3 + cycle.warm : 3 + len(cycle.cycle)] == timed
     factors, decompose = cycle.every("factors", "decompose"), cycle.every("decompose")
-    variant = Variant(TINY, "eigen", factors, decompose, **measure.at_once())
+    variant = Variant(TINY, "eigen", factors, decompose, spread=False)
     done = []
     for _ in range(length):
         variant.step()
@@ -511,13 +511,7 @@ def test_configurations_that_do_not_fit_the_time_are_listed(gpu_options, monkeyp
         shares.append(share_s)
         clock[0] += 100
         entry = {"name": case.name, "shape": "x", "precision": case.precision, "sgd_s": [1.0]}
-        entry |= {
-            "cpu_share": 1.0,
-            "gemm_flop_s": [1.0],
-            "methods": {},
-            "settings": {},
-            "intervals": [],
-        }
+        entry |= {"cpu_share": 1.0, "gemm_flop_s": [1.0], "methods": {}, "settings": {}}
         return entry | {"intervals": [], "memory_bytes": {}, "least_s": 90.0}
 
     monkeypatch.setattr(gpu.time, "perf_counter", lambda: clock[0])
