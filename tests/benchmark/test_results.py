@@ -173,6 +173,10 @@ def test_a_file_whose_numbers_would_be_wrong_is_refused(quantity, check, fragmen
             "figure: batches: choose one of",
         ),
         (
+            {"figure": FigureSpec(["less"], "batch", "optimizer", compared="bach")},
+            "figure: bach: choose one of",
+        ),
+        (
             {"figure": FigureSpec(["less"], "optimizer", "batch", lines=True)},
             "figure: lines: the axis optimizer needs whole numbers",
         ),
