@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks import (
+    anatomy,
     background,
     checks,
     defaults,
@@ -28,6 +29,7 @@ from benchmarks import (
     measure,
     memory,
     models,
+    overhead,
     speed,
     tables,
 )
@@ -657,6 +659,17 @@ def test_guards_warn_of_wrong_scripts_and_of_no_others(capsys):
     for name, kind, warned, missed in rows:
         assert warned.strip() == ("0 of 2" if kind.strip() == "right" else "2 of 2"), name
         assert not missed.strip()
+
+
+# ---- other commands ----
+
+
+def test_a_model_or_task_that_is_not_measured_is_refused(capsys):
+    assert anatomy.main(["--tasks", "pydoc GRU"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        overhead.main(["--models", "maskrcnn"])
+    for said in capsys.readouterr():
+        assert "unknown" in said
 
 
 # ---- work beside training ----
