@@ -20,7 +20,6 @@ from kfac_bench.benchmark.own_problem import answer, first_runs, study, study_in
 from kfac_bench.benchmark.own_problem.leaderboard import Leaderboard
 from kfac_bench.benchmark.own_problem.study_input import Asked
 from kfac_bench.benchmark.own_problem.study_plan import (
-    Budget,
     MeasuredSeconds,
     Question,
     StudyFolder,
@@ -468,11 +467,3 @@ def test_the_better_metric_is_a_start_if_all_trials_missed_the_target(tmp_path):
         shutil.rmtree(tmp_path / "tuning" / f"{number}")
     with pytest.raises(UsageError, match="no run of this study can be read"):
         study_input.starts_from(tmp_path)
-
-
-def test_a_budget_is_kept_as_json(tmp_path):
-    folder = StudyFolder(tmp_path, QUESTION)
-    folder.write_plan(StudyPlan(MADE, 1.5, is_own_target=False))
-    found = folder.plan()
-    assert isinstance(found.budget, Budget)
-    assert found.budget == MADE
