@@ -205,7 +205,6 @@ def test_plan_cells_have_the_numbers_of_kfac_plan():
     all_ranks = computed_numbers.plan_numbers(words | {"strategy": "comm_opt"})
     assert many["state_mb"] == all_ranks["state_mb"] > few["state_mb"]
     assert many["wire_mb_per_step"] < few["wire_mb_per_step"]
-    assert few["parameters_mb"] == pytest.approx(4 * 11.689512)
 
 
 def test_plan_cells_on_a_named_machine_also_have_the_time_of_a_step():
