@@ -139,8 +139,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parsed = parser.parse_args(arguments)
     names = parsed.tasks.split(",")
-    if unknown := [name for name in names if name not in TARGETS]:
-        print(f"anatomy.py: unknown task {unknown[0]!r}: choose from {', '.join(TARGETS)}")
+    if unknown := [name for name in names if name not in DEVELOP]:
+        print(f"anatomy.py: unknown task {unknown[0]!r}: choose from {', '.join(DEVELOP)}")
         return 2
     torch.set_num_threads(1)
     rows = []

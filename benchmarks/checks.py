@@ -100,9 +100,7 @@ def check_sync(device: str, method: str, kind: str) -> dict[str, Any]:
         return lambda step: 1 if schedule[min(step, 2)] in kinds else step + 1
 
     case = Case("resnet32", Size(quick=True), device)
-    variant = Variant(
-        case, method, every("factors", "decompose"), every("decompose"), **measure.at_once()
-    )
+    variant = Variant(case, method, every("factors", "decompose"), every("decompose"), spread=False)
     assert variant.kfac is not None
     for _ in schedule[1:]:
         variant.step()

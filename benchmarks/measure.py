@@ -81,11 +81,9 @@ class Variant:
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         self.kfac: KFAC | None = None
         if method is not None:
-            known = inspect.signature(KFAC).parameters
-            skip = (*known["skip"].default, *self.workload.skip)
-            keywords: dict[str, Any] = {"damping": 0.03, "skip": skip}
-            # The first interval should be like the later ones. Older versions lack the option.
-            keywords |= {"early_updates": False} if "early_updates" in known else {}
+            skip = (*inspect.signature(KFAC).parameters["skip"].default, *self.workload.skip)
+            # Without early updates the first interval is like the later ones.
+            keywords: dict[str, Any] = {"damping": 0.03, "skip": skip, "early_updates": False}
             keywords |= case.kfac | options
             try:
                 self.kfac = KFAC(
@@ -143,11 +141,6 @@ class Cycle:
         return lambda step: 1 if self.kind(step) in kinds else step + 1
 
 
-def at_once() -> dict[str, bool]:
-    """Return the keywords with which KFAC makes all decompositions in one step."""
-    return {"spread": False} if "spread" in inspect.signature(KFAC).parameters else {}
-
-
 def time_kinds(
     case: Case, methods: Sequence[str], rounds: int, *, budget_s: float = float("inf"),
     on_round: Callable[[int, float], None] = lambda done, seconds: None,
@@ -188,7 +181,8 @@ def _first_steps(
 ) -> Variant:
     """Make a method's variant, do its first steps, and prepare its entries in `result`."""
     factors, decompose = cycle.every("factors", "decompose"), cycle.every("decompose")
-    variant = Variant(case, method, factors, decompose, **at_once())
+    # All decompositions are in one step.
+    variant = Variant(case, method, factors, decompose, spread=False)
     result.first_step_s[method] = variant.block(1)
     variant.block(len(cycle.start) - 1)
     assert variant.kfac is not None
@@ -259,12 +253,12 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def matmul_rate(case: Case, n: int = 2048) -> float:
-    """Return the FLOP/s of a product of n x n fp32 matrices, in TF32 unless the case is fp32."""
-    x = torch.ones(n, n, device=case.device)
+def matmul_rate(case: Case) -> float:
+    """Return the FLOP/s of a product of 2048 x 2048 fp32 matrices; TF32 unless the case is fp32."""
+    x = torch.ones(2048, 2048, device=case.device)
     seconds = []
     for _ in range(2):
         start = case.now()
         x @ x
         seconds.append(case.now() - start)
-    return float(2 * n**3 / min(seconds))
+    return 2 * 2048**3 / min(seconds)

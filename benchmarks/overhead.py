@@ -19,7 +19,7 @@ if not __package__:
 
 from benchmarks import intervals, tables
 from benchmarks.measure import Case, Variant, time_kinds
-from benchmarks.models import NAMES, Size
+from benchmarks.models import Size
 from kfac_bench.core.planning.budget import BudgetError, Choice
 from kfac_bench.core.planning.layer_spec import FACTORS
 from kfac_bench.core.planning.plan import Plan
@@ -44,16 +44,17 @@ HEADER = (
 
 def main(arguments: Sequence[str]) -> int:
     """Print a row after the other; return the exit code."""
+    known = list(dict(CASES))
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--models", default=",".join(dict(CASES)), help="names of models")
+    parser.add_argument("--models", default=",".join(known), help="names of models")
     parser.add_argument("--budgets", default="0.25,0.5", help="values of max_overhead")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="run the code once with tiny models")
     options = parser.parse_args(arguments)
     names = options.models.split(",")
-    if unknown := [name for name in names if name not in NAMES]:
-        parser.error(f"unknown model {unknown[0]!r}: choose from {', '.join(NAMES)}")
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"unknown model {unknown[0]!r}: choose from {', '.join(known)}")
     torch.set_num_threads(options.threads)
     environment.keep_freed_memory()
     rows = []

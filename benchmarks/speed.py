@@ -8,6 +8,7 @@ import re
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
@@ -130,11 +131,8 @@ def make_parent(path: Path) -> None:
 def header(device: str, quick: bool) -> dict[str, Any]:
     """Return the conditions of the measurement, with an empty list of models."""
     machine = environment.describe()
-    for package in ("transformers",):
-        try:
-            machine["versions"][package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    with suppress(metadata.PackageNotFoundError):
+        machine["versions"]["transformers"] = metadata.version("transformers")
     date = datetime.now(UTC).date().isoformat()
     found = {"machine": machine, "date": date, "device": device, "clock": "wall", "quick": quick}
     return found | {"models": []}

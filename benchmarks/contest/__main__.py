@@ -34,7 +34,9 @@ def build_parser() -> Parser:
     _add_study(commands)
     _add_tables(commands)
     suite_command.add_run(commands)
-    commands.choices["run"].set_defaults(
+    command = commands.choices["run"]
+    command.add_argument("--results", type=Path, help="folder of packed results")
+    command.set_defaults(
         run_command=lambda options: suite_command.run(options, open_sitting, PROGRAM)
     )
     return parser

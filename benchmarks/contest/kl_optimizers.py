@@ -52,8 +52,6 @@ from kfac_bench.optimizers.first_order_options import MomentsConfig
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
-
 
 State = dict[str, Any]
 """The state of one parameter."""

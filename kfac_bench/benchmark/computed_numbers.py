@@ -49,11 +49,10 @@ import torch
 from torch import Tensor
 
 from kfac_bench.config import TrainConfig, compose
-from kfac_bench.core.planning.estimate import payload_bytes
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, plan_report, workload
 from kfac_bench.simulate.step import Workload
-from kfac_bench.simulate.sweep import SGD, Intervals, SimulatedCell, plan_of, sweep, variant
+from kfac_bench.simulate.sweep import SGD, Intervals, SimulatedCell, sweep, variant
 from kfac_bench.training import dry_run
 from kfac_bench.training.build import Builders
 
@@ -89,13 +88,9 @@ def plan_numbers(words: Mapping[str, str]) -> dict[str, float]:
     return times | {
         "state_mb": max(m["factors"] + m["decompositions"] + m.get("moments", 0) for m in memory)
         / MB,
-        "factors_mb": max(m["factors"] for m in memory) / MB,
-        "decompositions_mb": max(m["decompositions"] for m in memory) / MB,
         "peak_mb": max(m["peak"] for m in memory) / MB,
         "wire_mb_per_step": max(s["wire_bytes"] for s in step) / MB,
         "messages_per_step": max(s["messages"] for s in step),
-        "gflop_per_step": max(s["flops"] for s in step) / 1e9,
-        "parameters_mb": 4 * run.parameters / MB,
     }
 
 
@@ -156,8 +151,6 @@ def step_numbers(words: Mapping[str, str]) -> dict[str, float]:
     # The longest message: decompositions in comm_opt, else gradients.
     shares = [result.get(f"stage Share{what}", 0.0) for what in ("Decompositions", "Gradients")]
     result["stage share"] = shares[0] or shares[1]
-    plan = plan_of(work, each, ranks, "eigen")
-    result["payload_mb"] = sum(payload_bytes(plan).values()) / MB
     return result
 
 

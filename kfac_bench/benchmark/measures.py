@@ -139,14 +139,9 @@ MEASURES: Mapping[str, Callable[[Run, Level], float]] = {
 COMPUTED = frozenset(
     {
         "state_mb",
-        "factors_mb",
-        "decompositions_mb",
         "peak_mb",
         "wire_mb_per_step",
         "messages_per_step",
-        "gflop_per_step",
-        "parameters_mb",
-        "payload_mb",
         "batch",
         "kfac_mb",
         "activations_mb_per_example",

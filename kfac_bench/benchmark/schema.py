@@ -96,7 +96,7 @@ class Known:
 class Computed:
     """Cells that train nothing: their numbers follow from a plan or from the simulation.
 
-    The modules in :data:`kfac_bench.benchmark.computed.KINDS` document the ``words`` of each kind.
+    :mod:`kfac_bench.benchmark.computed_numbers` documents the ``words`` of each kind.
     """
 
     kind: str = MISSING

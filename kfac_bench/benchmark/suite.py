@@ -172,7 +172,8 @@ def check(benchmark: Benchmark, name: str) -> None:
             raise UsageError(f"{name}: matrix: the axis {left[0]} has no place in rows and columns")
     if (drawn := benchmark.figure) is not None:
         _check_known(f"{name}: figure: quantities", drawn.quantities, above)
-        _check_known(f"{name}: figure", [drawn.x, drawn.colour], [*axes, "quantity"])
+        named = [drawn.x, drawn.colour, drawn.compared or drawn.colour]
+        _check_known(f"{name}: figure", named, [*axes, "quantity"])
         if drawn.lines and not all(value.isdecimal() for value in axes.get(drawn.x, [""])):
             raise UsageError(f"{name}: figure: lines: the axis {drawn.x} needs whole numbers")
     published_values(benchmark)

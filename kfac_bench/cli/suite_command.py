@@ -39,8 +39,6 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add ``kfac-bench run``."""
     command = commands.add_parser("run", help="run the cells of a benchmark and write its report")
     _add_words(command)
-    # Only a clone's benchmarks/contest keeps results.
-    command.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     add_minutes(command)
     command.add_argument(
         "--launcher",
@@ -52,7 +50,8 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     # A job of the previous wave passes --wave; users do not need it.
     command.add_argument("--wave", type=int, default=0, help=argparse.SUPPRESS)
     command.add_argument("--sbatch", default="", help="options of sbatch, for --launcher slurm")
-    command.set_defaults(run_command=run)
+    # Only benchmarks/contest keeps results, and adds this option.
+    command.set_defaults(run_command=run, results=None)
 
 
 def add_minutes(command: Parser) -> None:
@@ -62,22 +61,6 @@ def add_minutes(command: Parser) -> None:
         type=float,
         help="start no run after this time, and say how many are left (0: only computed cells)",
     )
-
-
-def time_limit(options: argparse.Namespace, benchmark: Benchmark, runs_dir: str) -> WorkSession:
-    """Return the session of ``kfac-bench run``: a time limit, if it has one.
-
-    Raises:
-        UsageError: The limit is negative, or the command has ``--results``.
-    """
-    from kfac_bench.benchmark.grid import WorkSession
-
-    if options.results is not None:
-        raise UsageError(
-            f"--results {options.results}: in a clone write python -m benchmarks.contest run "
-            f"{options.benchmark} --results ..."
-        )
-    return WorkSession(options.minutes)
 
 
 def add_report(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -193,11 +176,15 @@ def _rows(options: argparse.Namespace, only: str) -> list[BenchmarkRow]:
 
 def run(
     options: argparse.Namespace,
-    open_session: Callable[[argparse.Namespace, Benchmark, str], WorkSession] = time_limit,
+    open_session: Callable[[argparse.Namespace, Benchmark, str], WorkSession] | None = None,
     program: str = "kfac-bench",
 ) -> int:
-    """Run the cells, write the report, and print the next command."""
+    """Run the cells, write the report, and print the next command.
+
+    By default a session is only a time limit.
+    """
     from kfac_bench.benchmark import suite
+    from kfac_bench.benchmark.grid import WorkSession
 
     has_limit = options.results is not None or options.minutes is not None
     if options.benchmark == ALL and (has_limit or options.only):
@@ -217,7 +204,9 @@ def run(
             guess = f", about {left_s / 60:.0f} min left in all" if done else ""
             say(f"== {number}/{len(rows)} {row.name}: {row.benchmark.title}{guess}")
         try:
-            session = open_session(options, row.benchmark, str(row.folder))
+            session = WorkSession(options.minutes)
+            if open_session is not None:
+                session = open_session(options, row.benchmark, str(row.folder))
             failed += suite.run(row, say, retry=options.retry, session=session)
             if suite.has_begun(suite.attempts(row)):  # The time may have been up before that.
                 # --only chooses what runs now. The report keeps the cells that ran before.

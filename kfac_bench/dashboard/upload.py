@@ -139,8 +139,11 @@ def _upload(
     if not offline:
         until_s, count, state = sent(run_id, str(logger.project), logger.entity)
     wanted = points(events, directory)
+    first = next((i for i, point in enumerate(wanted) if point.train_s >= until_s), len(wanted))
+    todo = wanted[first:]
     # Points of one step have the same time. W&B has the first ones of them.
-    todo = [point for point in wanted if point.train_s >= until_s][count:]
+    if todo and todo[0].train_s == until_s:
+        todo = todo[count:]
     # W&B calls a run crashed or running if it never heard of the end: then the end is sent again.
     if not todo and state in ("", "finished", "failed"):
         yield f"W&B has the last of {len(wanted)} points: nothing to send"

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kfac_bench.benchmark import scaling
+from kfac_bench.benchmark.scaling import scaling_report
 from kfac_bench.config.compose import default_project
 from kfac_bench.errors import MissingPackageError, UsageError, one_line
 from kfac_bench.output import counted
@@ -60,7 +60,7 @@ def scope_of_runs(paths: Sequence[Path], project: str | None, entity: str | None
         project or _same(runs, "project") or default_project(),
         entity or _same(runs, "entity") or "",
         [wandb_id(_same([run], "id") or plain(run.started.run_id)) for run in runs],
-        [_time_to_target(found), *scaling.tables(runs)] if found else [],
+        [_time_to_target(found), *scaling_report.tables(runs)] if found else [],
     )
 
 

@@ -51,13 +51,19 @@ def step_time(settings: Sequence[Setting]) -> StepTime | None:
 
 
 def _means_ms(setting: Setting) -> dict[str, float]:
-    """Return the means over all steps of all runs, by part.
+    """Return the means over all steps of all runs, by part."""
+    steps, total_s = part_seconds(setting.runs)
+    return {part: 1e3 * max(0.0, seconds) / steps for part, seconds in total_s.items()}
+
+
+def part_seconds(runs: Iterable[Run]) -> tuple[float, dict[str, float]]:
+    """Return the number of steps of all runs, and their seconds by part.
 
     The means of an event hold for the steps since the event before, so they weigh as many steps.
     Steps before the start of a run from another run's checkpoint are not its own.
     """
     steps, total_s = 0.0, defaultdict[str, float](float)
-    for run in setting.runs:
+    for run in runs:
         before, before_s = 0.0, 0.0
         for event in run.events:
             if isinstance(event, Resumed):
@@ -81,7 +87,7 @@ def _means_ms(setting: Setting) -> dict[str, float]:
             for part, seconds in parts.items():
                 total_s[part] += seconds
                 total_s[MODEL] -= seconds
-    return {part: 1e3 * max(0.0, seconds) / steps for part, seconds in total_s.items()}
+    return steps, total_s
 
 
 def numbers_table(settings: Sequence[Setting]) -> HtmlTable:
@@ -99,9 +105,9 @@ def numbers_table(settings: Sequence[Setting]) -> HtmlTable:
             [
                 HtmlCell(setting.optimizer),
                 *(cell(value, metric(value)) for value in values),
-                _shown(_median(map(_train_s, setting.runs)), duration_text),
+                _shown(median_of(map(_train_s, setting.runs)), duration_text),
                 _shown(step_ms or math.nan, milliseconds),
-                _shown(_median(map(_memory_bytes, setting.runs)), size_text),
+                _shown(median_of(map(memory_bytes, setting.runs)), size_text),
             ]
         )
     names = ["optimizer", *columns, *([f"final {name}"] if final else [])]
@@ -119,8 +125,9 @@ def _shown(value: float, write: Callable[[float], str]) -> HtmlCell:
     return cell(value, write(value)) if math.isfinite(value) else cell(None)
 
 
-def _median(values: Iterable[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
+def median_of(values: Iterable[float]) -> float:
+    """Return the median of the finite values; NaN if there is none."""
+    known = [value for value in values if math.isfinite(value)]
     return statistics.median(known) if known else math.nan
 
 
@@ -128,7 +135,8 @@ def _train_s(run: Run) -> float:
     return max((number(e.train_s) for e in run.events if abs(e.train_s) < HUGE), default=math.nan)
 
 
-def _memory_bytes(run: Run) -> float:
+def memory_bytes(run: Run) -> float:
+    """Return the peak memory of a rank; NaN if it was not recorded."""
     values = [number(event.peak_memory_bytes) for event in run.trained]
     return max((x for x in values if 0 < x < HUGE), default=math.nan)
 

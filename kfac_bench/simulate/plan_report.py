@@ -212,6 +212,9 @@ def _rows(run: DryRun) -> Iterator[CostRow | str]:
     yield CostRow("decompositions", None, [m["decompositions"] for m in memory], _bytes)
     if "moments" in memory[0]:
         yield CostRow("Adam's moments", None, [m["moments"] for m in memory], _bytes)
+    if "jobs" in memory[0]:
+        jobs = [m["jobs"] for m in memory]
+        yield CostRow("jobs of the thread", every[Stage.DECOMPOSE.value], jobs, _bytes)
     statistics = [m["statistics"] for m in memory]
     yield CostRow("statistics of a batch", every[Stage.FACTORS.value], statistics, _bytes)
     if run.world_size > 1:

@@ -8,7 +8,6 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kfac_bench.output import counted
 from kfac_bench.report.figure_style import (
     PALETTE,
     REST,
@@ -152,7 +151,7 @@ def svg(
         use_log_heights(steps)
         alike = _by_ranks(steps, whole, lambda cell: 1e3 * cell.step_s, "lower bound")
         subject = f"{title}, simulated, error {100 * errors.time:.1f} %{alike}"
-        # The fastest strategy may be a fraction, whose steps the third panel compares.
+        # The findings are about all cells, also about the fractions that the third panel compares.
         set_title(steps, step_finding(cells, errors.ratio), subject, _LETTERS)
         shares.set_ylabel("speed per rank (%)")
         shares.set_ylim(0, 105)
@@ -160,7 +159,7 @@ def svg(
             shares, whole, lambda cell: 100 * efficiency(cells, cell, examples), "upper bound"
         )
         subject = f"{_baseline(whole)}{alike}"
-        set_title(shares, efficiency_finding(whole, examples), subject, _LETTERS)
+        set_title(shares, efficiency_finding(cells, examples), subject, _LETTERS)
         for axes in third:
             _by_fraction(axes, swept)
         return to_svg(figure)
@@ -172,7 +171,7 @@ def _baseline(cells: Sequence[SimulatedCell]) -> str:
         min(c.world_size for c in cells if c.variant == variant)
         for variant in {cell.variant for cell in cells}
     }
-    where = counted(fewest.pop(), "rank") if len(fewest) == 1 else "the fewest ranks of its line"
+    where = _ranks(fewest.pop()) if len(fewest) == 1 else "the fewest ranks of its line"
     return f"100 % is the speed per rank at {where}"
 
 
@@ -227,16 +226,14 @@ def _are_alike(ys: Mapping[int, float], others: Mapping[int, float]) -> bool:
 
 
 def _by_fraction(axes: Axes, cells: Sequence[SimulatedCell]) -> None:
-    """Draw what K-FAC adds to a step, relative to the best fraction: a line per number of ranks."""
-    strategy = cells[0].variant.strategy
-    mine = [cell for cell in cells if cell.variant.strategy == strategy]
-    shares = sorted({c.variant.fraction or 0 for c in mine})
+    """Draw what one strategy adds to a step, relative to its best fraction, by number of ranks."""
+    shares = sorted({c.variant.fraction or 0 for c in cells})
     label = "fraction of the ranks that precondition a layer (grad_worker_fraction)"
     use_powers_of_two(axes, label, shares, lambda f: f"1/{1 / f:g}")
     ends: list[EndLabel] = []
-    for i, ranks in enumerate(ranks_of(mine)):
+    for i, ranks in enumerate(ranks_of(cells)):
         of_size = sorted(
-            (c for c in mine if c.world_size == ranks), key=lambda c: c.variant.fraction or 0
+            (c for c in cells if c.world_size == ranks), key=lambda c: c.variant.fraction or 0
         )
         more = [c.step_s - c.time.sgd_s for c in of_size]
         least = min(more)
@@ -245,11 +242,10 @@ def _by_fraction(axes: Axes, cells: Sequence[SimulatedCell]) -> None:
             for c, s in zip(of_size, more, strict=True)
         }
         colour = _line(axes, i, ys)
-        ends.append(
-            EndLabel(list(ys.values())[-1], f"{ranks:,} ranks, {1e3 * least:.3g} ms", colour)
-        )
-    subject = f"time that {strategy} adds to a step; labels: least time"
-    set_title(axes, fraction_finding(mine), subject, _LETTERS)
+        label = f"{_ranks(ranks)}, {1e3 * least:.3g} ms"
+        ends.append(EndLabel(list(ys.values())[-1], label, colour))
+    subject = f"time that {cells[0].variant.strategy} adds to a step; labels: least time"
+    set_title(axes, fraction_finding(cells), subject, _LETTERS)
     axes.set_ylabel("% above the least time")
     label_ends(axes, ends, _AXES_PT)
 

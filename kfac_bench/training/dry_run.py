@@ -111,7 +111,9 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
         step_flops=step.forward + step.backward,
         fisher_flops=seeds * step.to_layers,
         report=report,
-        ranks=[] if report is None else rank_costs(report.plan, work),
+        ranks=[]
+        if report is None
+        else rank_costs(report.plan, work, background=config.kfac.background),
         tensors=sum(1 for _ in model.parameters()),
         rows=step.rows if reduced is None else reduced,
     )

@@ -173,6 +173,10 @@ def test_a_file_whose_numbers_would_be_wrong_is_refused(quantity, check, fragmen
             "figure: batches: choose one of",
         ),
         (
+            {"figure": FigureSpec(["less"], "batch", "optimizer", compared="bach")},
+            "figure: bach: choose one of",
+        ),
+        (
             {"figure": FigureSpec(["less"], "optimizer", "batch", lines=True)},
             "figure: lines: the axis optimizer needs whole numbers",
         ),
@@ -289,7 +293,7 @@ def test_a_computed_cell_is_new_if_its_file_changes(tmp_path, monkeypatch):
     assert len({*paths}) == 3
 
 
-def test_two_computed_parts_share_a_point(row, tmp_path):
+def test_two_computed_parts_share_a_point(tmp_path):
     parts = [
         Computed("plan", {"optimizer": ["K-FAC"]}, ["model=resnet8", "examples=2"]),
         Computed("plan", {"optimizer": ["K-FAC"]}, ["model=resnet20", "examples=2"]),

@@ -102,15 +102,10 @@ def test_the_file_of_a_row_is_complete_and_consistent(name):
             assert all(point in axes[axis] for axis, point in key), key
             low, high = value if isinstance(value, tuple) else (value, value)
             assert low <= high
-    assert set(row.figure.quantities) <= set(row.quantities)
     for known in (known for part in row.computed for known in part.known):
         assert known.quantity in row.quantities
         assert known.how in ("fitted", "given", "chosen afterwards")
         assert all(set(values) <= set(axes[axis]) for axis, values in known.only.items())
-    for each in (row, *row.profiles.values(), *row.computed):
-        for joined, values in each.each.items():
-            known = [" ".join(v) for v in itertools.product(*(axes[a] for a in joined.split(" ")))]
-            assert set(values) <= set(known), "options for a value that is on no axis"
 
 
 @pytest.mark.parametrize(("name", "quantity", "point", "value"), PAPER)
@@ -210,7 +205,6 @@ def test_plan_cells_have_the_numbers_of_kfac_plan():
     all_ranks = computed_numbers.plan_numbers(words | {"strategy": "comm_opt"})
     assert many["state_mb"] == all_ranks["state_mb"] > few["state_mb"]
     assert many["wire_mb_per_step"] < few["wire_mb_per_step"]
-    assert few["parameters_mb"] == pytest.approx(4 * 11.689512)
 
 
 def test_plan_cells_on_a_named_machine_also_have_the_time_of_a_step():
@@ -376,18 +370,6 @@ def test_a_refused_job_leaves_no_other_job_in_the_queue(tmp_path, monkeypatch):
     with pytest.raises(compose.UsageError, match=line):
         slurm_jobs.submit_wave(row, [], 0, [])
     assert cancelled.read_text() == "7 7\n"
-
-
-def test_a_computed_cell_that_fails_is_named_before_the_jobs(tmp_path, monkeypatch):
-    def numbers(words):
-        raise compose.UsageError("no such machine")
-
-    monkeypatch.setattr(computed_numbers, "step_numbers", numbers)
-    monkeypatch.setattr(slurm_jobs, "submit", lambda *_, **__: ["1"])
-    row = suite.row("fig7_step_profile", "smoke", (), str(tmp_path), [0])
-    failed, (first, *_) = slurm_jobs.submit_wave(row, [], 0, [])
-    assert failed == len(row.computed)
-    assert first == f"{row.computed[0].label}: failed: no such machine"
 
 
 def test_kfac_bench_accepts_the_command_of_the_next_wave(tmp_path, monkeypatch):

@@ -132,7 +132,9 @@ def test_options_that_would_break_the_order_of_the_jobs_are_refused(text, line):
         given(text)
 
 
-def test_a_computed_cell_that_fails_is_exit_code_1(tmp_path, monkeypatch, sbatch):
+def test_a_computed_cell_that_fails_is_named_and_is_exit_code_1(
+    tmp_path, monkeypatch, sbatch, capsys
+):
     def numbers(words):
         raise UsageError("no such machine")
 
@@ -142,6 +144,8 @@ def test_a_computed_cell_that_fails_is_exit_code_1(tmp_path, monkeypatch, sbatch
     with pytest.raises(SystemExit) as ended:
         cli.bench(words)
     assert ended.value.code == 1
+    label = suite.row("fig7_step_profile", "smoke").computed[0].label
+    assert f"{label}: failed: no such machine\n" in capsys.readouterr().out
 
 
 def test_the_report_after_a_part_of_the_cells_has_all_cells(tmp_path):

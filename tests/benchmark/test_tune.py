@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import yaml
 
-from kfac_bench.benchmark import grid, local_runs, schema, trials, tune
+from kfac_bench.benchmark import grid, local_runs, trials, tune
 from kfac_bench.benchmark.schema import Benchmark, Tuning
 from kfac_bench.benchmark.trials import TrialResult
 from kfac_bench.benchmark.tune import Search
@@ -25,16 +25,14 @@ INF = math.inf
 # ---- trials ----
 
 
-@pytest.mark.parametrize("name", ["demo"])
-def test_every_optimizer_has_the_same_budget(name):
-    benchmark = schema.load(name)
-    tuning, optimizers = benchmark.tuning, benchmark.axes["optimizer"]
+def test_every_optimizer_has_the_same_budget():
+    tuning, optimizers = DEMO.tuning, DEMO.axes["optimizer"]
     assert tuning.space.keys() == set(optimizers)
     for study in range(len(tuning.seeds)):
         settings = {o: trials.trial_settings(tuning, o, study) for o in optimizers}
         assert {len(s) for s in settings.values()} == {tuning.trials}
     assert len(tuning.seeds) * tuning.trials >= 15
-    assert not set(tuning.seeds) & set(benchmark.seeds), "tuned on the seeds of the table"
+    assert not set(tuning.seeds) & set(DEMO.seeds), "tuned on the seeds of the table"
     ranges = [sum(isinstance(v, dict) for v in tuning.space[o].values()) for o in optimizers]
     assert min(ranges) >= 2, "nothing to tune"
 
@@ -309,7 +307,7 @@ def test_experiments_take_turns_and_several_tasks_have_profiles(tmp_path, monkey
     assert yaml.safe_load(found)["label"] == "SGD, ours"
 
 
-def test_studies_have_different_points(tuned):
+def test_studies_have_different_points():
     settings = [
         [t["optimizer.lr"] for t in trials.trial_settings(DEMO.tuning, "sgd", study)]
         for study in (0, 1)

@@ -396,6 +396,8 @@ def test_one_rank_has_one_column_and_no_messages(capsys, tmp_path, monkeypatch):
     assert (code, list(tmp_path.iterdir())) == (0, [])
     assert not {"messages", "heaviest", "wire"}.intersection(text.split())
     assert re.search(r"^  factors +\d\.\d\d MB$", text, re.MULTILINE)
+    beside = plan_here(capsys, "kfac.background=true", "--out=null")[1]
+    assert ["jobs of the thread" in x for x in (text, beside)] == [False, True]
     assert "conv1 " not in text
     assert "stages.0.0.conv1 " in plan_here(capsys, "--out=null", "--layers")[1]
 

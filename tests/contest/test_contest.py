@@ -157,8 +157,7 @@ def test_seconds_of_a_slower_machine_are_scaled(lab):
     times = result.times()["digits/resnet"]
     rates = {c.optimizer.name: c.optimizer.lr for c in lab.trained}
     for name, lr in rates.items():
-        label = {"sgd": "sgd", "adamw": "adamw"}[name]
-        assert times[label] == pytest.approx([1 + 10 * lr] * 2), "not those of the first sitting"
+        assert times[name] == pytest.approx([1 + 10 * lr] * 2), "not those of the first sitting"
     table = contest_tables.tables(result)[-1]
     assert [row[3:] for row in table.rows] == [
         [2, 1.5, 1.5, 1.5, 1.0],

@@ -1,10 +1,10 @@
-"""The contest's files compose, and the package refuses its options."""
+"""The contest's files compose, and only its commands keep results."""
 
 import pytest
 
-from kfac_bench import cli
+from benchmarks.contest.__main__ import build_parser
 from kfac_bench.benchmark import local_runs, schema
-from kfac_bench.config import conf_files
+from kfac_bench.cli import bench_command
 
 
 def test_a_forked_run_has_the_optimizers_of_the_contest(tmp_path):
@@ -12,13 +12,11 @@ def test_a_forked_run_has_the_optimizers_of_the_contest(tmp_path):
     assert local_runs.train_forked([*words, f"runs_dir={tmp_path}"])[0] == 0
 
 
-def test_the_package_refuses_results_and_names_the_contest(monkeypatch, capsys):
-    monkeypatch.setattr(conf_files, "ADDED", [])
-    with pytest.raises(SystemExit) as caught:
-        cli.bench(["run", "demo", "--results", "r"])
-    said = capsys.readouterr().err.strip()
-    assert (caught.value.code, len(said.splitlines())) == (2, 1)
-    assert "python -m benchmarks.contest run demo --results" in said
+def test_the_help_of_run_lists_the_option_that_only_the_contest_has(capsys):
+    for parser, has_results in ((build_parser(), True), (bench_command.build_parser(), False)):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["run", "--help"])
+        assert ("--results" in capsys.readouterr().out) is has_results
 
 
 def test_a_benchmark_has_the_values_of_the_one_that_it_extends():

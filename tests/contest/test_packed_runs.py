@@ -91,7 +91,7 @@ def test_results_of_a_packed_run_are_those_of_the_run():
 
 
 def test_a_whole_curve_keeps_levels_and_the_time_of_a_step():
-    before = [*events()[:2], *events()[2:]]
+    before = events()
     before.insert(60, Trained(50, 2.1, 1.0, 1.0, 0.1, 5.0, cosine={"a": 1.0}, stage_s={"b": 1.0}))
     after = packed_runs.pack(before, whole_curve=True)
     old, new = (runs.Run("a", each[0], tuple(each)) for each in (before, after))

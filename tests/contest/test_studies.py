@@ -186,13 +186,13 @@ def test_a_pilot_centres_the_ranges(lab):  # noqa: F811
 # ---- interpolation ----
 
 
-def record(*evaluations, target=1.0, higher=False):
+def record(*evaluations):
     """Return a run with evaluations (step, seconds, metric), whose last one meets the target."""
-    begin = RunStarted(0, 0.0, "run", "loss", higher, {"trainer": {"target": target}}, {})
+    begin = RunStarted(0, 0.0, "run", "loss", False, {"trainer": {"target": 1.0}}, {})
     events = [Evaluated(step, s, 0.0, {"loss": value}) for step, s, value in evaluations]
     step, seconds, value = evaluations[-1]
     return SimpleNamespace(
-        events=[begin, *events, TargetReached(step, seconds, "loss", value, target)]
+        events=[begin, *events, TargetReached(step, seconds, "loss", value, 1.0)]
     )
 
 

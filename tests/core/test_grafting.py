@@ -41,7 +41,7 @@ def grafted(solution, gradient, most_across):
 def step_beside_oracle(method, **options):
     """Return K-FAC and, by layer, the gradient before, after, and as the dense solution has it."""
     model = tiny_model()
-    recorder = oracle.Recorder(layers_of(model))
+    recorder = oracle.Calls(layers_of(model))
     kfac = kfac_of(model, method=method, grafting=True, **options)
     backward(model, *batch())
     raw = {module: matrix_grad(module).double() for module in layers_of(model)}

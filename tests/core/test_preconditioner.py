@@ -62,7 +62,7 @@ def matrix_grad(module):
 @pytest.mark.parametrize("convention", ["kfc", "sc20", "kaisa"])
 def test_factors_equal_the_definitions(convention, bias):
     model = tiny_model(bias)
-    recorder = oracle.Recorder(layers_of(model))
+    recorder = oracle.Calls(layers_of(model))
     kfac = kfac_of(model, factor_convention=convention)
     backward(model, *batch())
     kfac.step()
@@ -80,7 +80,7 @@ def test_factors_equal_the_definitions(convention, bias):
 @pytest.mark.parametrize("convention", ["kfc", "sc20", "kaisa"])
 def test_a_step_equals_the_dense_solve(method, convention):
     model = tiny_model()
-    recorder = oracle.Recorder(layers_of(model))
+    recorder = oracle.Calls(layers_of(model))
     kfac = kfac_of(model, method=method, factor_convention=convention)
     backward(model, *batch())
     raw = {m: matrix_grad(m).clone() for m in layers_of(model)}
@@ -94,7 +94,7 @@ def test_a_step_equals_the_dense_solve(method, convention):
 
 def test_averages_are_debiased_and_weigh_the_old_by_factor_decay():
     model, decay = tiny_model(), 0.8
-    recorder = oracle.Recorder(layers_of(model))
+    recorder = oracle.Calls(layers_of(model))
     kfac = kfac_of(model, factor_decay=decay)
     for seed in range(3):
         backward(model, *batch(seed=seed))
@@ -110,7 +110,7 @@ def test_averages_are_debiased_and_weigh_the_old_by_factor_decay():
 def test_averages_that_start_at_the_identity_are_those_of_the_released_code():
     """The identity F_0, then ``alpha * current + (1 - alpha) * new`` without debiasing."""
     model, decay = tiny_model(), 0.8
-    recorder = oracle.Recorder(layers_of(model))
+    recorder = oracle.Calls(layers_of(model))
     kfac = kfac_of(model, factor_decay=decay, factor_init="identity")
     for seed in range(3):
         backward(model, *batch(seed=seed))

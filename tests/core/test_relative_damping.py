@@ -14,7 +14,7 @@ METHODS = ("eigen", "inverse", "ekfac")
 def step(method, loss_scale=1.0, **options):
     """Return by layer its recorded call, its gradient, and its preconditioned gradient."""
     model = tiny_model()
-    recorder = oracle.Recorder(layers_of(model))
+    recorder = oracle.Calls(layers_of(model))
     kfac = kfac_of(model, damping=None, method=method, **options)
     x, y = batch()
     (loss_scale * F.cross_entropy(model(x), y)).backward()

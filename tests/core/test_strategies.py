@@ -648,7 +648,7 @@ def factors_alone(model, x, y, name, use=True):
     """A and G of one layer from one rank's data, by the oracle."""
     model = copy.deepcopy(model)
     module = model.get_submodule(name)
-    recorder = oracle.Recorder([module])
+    recorder = oracle.Calls([module])
     F.cross_entropy(model(x, use) if isinstance(model, Branched) else model(x), y).backward()
     return oracle.factors(module, *recorder.calls[module][0])
 

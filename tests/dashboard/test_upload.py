@@ -13,6 +13,7 @@ from kfac_bench.config import LoggerConfig
 from kfac_bench.dashboard import upload, views
 from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import (
+    Checkpointed,
     Evaluated,
     Predicted,
     Resumed,
@@ -316,6 +317,18 @@ def test_an_upload_continues_between_points_of_one_second(tmp_path, stand_in, ca
         check_server_has_all(stand_in, path)
         del stand_in.runs["a"].rows[2:]
         stand_in.runs["a"].state = "crashed"
+
+
+def test_a_checkpoint_with_an_earlier_time_is_sent_once(tmp_path, stand_in, capsys):
+    """A checkpoint is written while training goes on, so its event may follow later ones."""
+    saved = Checkpointed(1, 0.5, "checkpoints/step-1", 0.1)
+    path = write(tmp_path / "a", trained(1), trained(2), saved, RunEnded(2, 1.0, "finished"))
+    assert call(path) == call(path) == 0
+    assert "W&B has the last of 3 points: nothing to send" in capsys.readouterr().out
+    stand_in.runs["a"].rows.pop()
+    assert call(path) == 0
+    assert "1 of 3 points sent" in capsys.readouterr().out
+    assert [row["step"] for row in served(stand_in, "a")] == [1, 2, 1]
 
 
 def test_the_points_of_a_continued_run_are_sent(tmp_path, stand_in, capsys):

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from kfac_bench import report
 from kfac_bench.benchmark import measures
-from kfac_bench.benchmark.scaling import tables as scaling
+from kfac_bench.benchmark.scaling.scaling_report import tables as scaling
 from kfac_bench.dashboard import upload, views
 from kfac_bench.errors import UsageError
 from kfac_bench.record import runs

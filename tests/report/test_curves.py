@@ -14,6 +14,7 @@ from kfac_bench import report
 from kfac_bench.record import runs, score
 from kfac_bench.report import curves
 from kfac_bench.report.comparison import finding
+from tests.support.figures import texts
 from tests.support.quick import slow
 from tests.support.written_runs import EVIL, two_optimizers, write_run
 
@@ -21,6 +22,11 @@ from tests.support.written_runs import EVIL, two_optimizers, write_run
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return two_optimizers(tmp_path / "runs")
+
+
+def drawn(path: Path) -> set[str]:
+    """Return the texts of the figure of the runs at the path."""
+    return set(texts(report.figure_svg(report.compare([path]).settings)))
 
 
 def test_svg_escapes_and_is_well_formed(tmp_path: Path) -> None:
@@ -93,9 +99,7 @@ def test_points_that_cannot_be_drawn_are_left_out(tmp_path: Path) -> None:
 
 def test_the_axis_of_a_share_shows_values_near_the_target(tmp_path: Path) -> None:
     def ticks(name: str, shares: tuple[float, ...], goal: float | None) -> set[str]:
-        path = write_run(tmp_path / name, shares=shares, seconds=None, target=goal)
-        svg = report.figure_svg(report.compare([path]).settings)
-        return {text.strip() for text in ET.fromstring(svg).itertext()}
+        return drawn(write_run(tmp_path / name, shares=shares, seconds=None, target=goal))
 
     near = ticks("near", (0.1, 0.9, 0.975), 0.97)
     assert {"0.90", "0.96", "0.98"} <= near
@@ -193,9 +197,7 @@ def test_the_finding_counts_the_seeds_where_half_of_them_missed(tmp_path: Path) 
 
 def test_an_error_has_a_log_axis_unless_it_falls_below_zero(tmp_path: Path) -> None:
     def ticks(name: str, *errors: float) -> set[str]:
-        path = write_run(tmp_path / name, errors=errors, seconds=None, target=None)
-        svg = report.figure_svg(report.compare([path]).settings)
-        return {text.strip() for text in ET.fromstring(svg).itertext()}
+        return drawn(write_run(tmp_path / name, errors=errors, seconds=None, target=None))
 
     assert {"1", "10", "100"} <= ticks("positive", 100.0, 10.0, 1.0)
     assert {"0", "50", "100"} <= ticks("negative", 100.0, 50.0, -1.0)
@@ -227,8 +229,7 @@ def test_the_worst_value_that_the_axis_shows(
 def test_a_diverged_run_does_not_flatten_other_curves(tmp_path: Path) -> None:
     write_run(tmp_path / "a", errors=(16.0, 4.0, 1.0), seconds=None, target=None)
     write_run(tmp_path / "b", errors=(16.0, 4.0, 1e23), seconds=None, target=None, seed=1)
-    svg = report.figure_svg(report.compare([tmp_path]).settings)
-    words = {text.strip() for text in ET.fromstring(svg).itertext()}
+    words = drawn(tmp_path)
     assert {"1", "2", "5", "10"} <= words
     assert not words & {"100", "1e+20", "1e+23"}
 

@@ -66,33 +66,28 @@ def test_metrics_have_four_digits_and_a_missing_metric_is_a_dash() -> None:
     assert report.metric(float("nan")) == "\u2013"
 
 
+def terminal_text(path: Path, width: int) -> str:
+    """Return what the terminal shows of the runs at the path."""
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(report.terminal_table(report.compare([path]).rows))
+    return console.export_text()
+
+
 def test_the_terminal_table_prints_markup_as_text(tmp_path: Path) -> None:
-    found = report.compare([write_run(tmp_path / "a", text="[red]x[/red]")])
-    console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
-    console.print(report.terminal_table(found.rows))
-    console.file.close()
-    text = console.export_text()
+    text = terminal_text(write_run(tmp_path / "a", text="[red]x[/red]"), 200)
     assert "[red]x[/red] resnet8" in text
     assert all(column.partition(" (")[0] in text for column in report.COLUMNS)
 
 
 def test_the_head_of_the_terminal_table_has_two_lines_at_80_columns(tmp_path: Path) -> None:
-    found = report.compare([write_run(tmp_path / "a")])
-    console = Console(width=80, record=True, file=(tmp_path / "out").open("w"))
-    console.print(report.terminal_table(found.rows))
-    console.file.close()
-    lines = console.export_text().splitlines()
+    lines = terminal_text(write_run(tmp_path / "a"), 80).splitlines()
     assert [line[0] for line in lines[:4]] == ["┏", "┃", "┃", "┡"]
 
 
 def test_the_terminal_table_names_a_task_once(folder: Path) -> None:
     for seed in (0, 1):  # another task, of two optimizers
         write_run(folder / f"other{seed}", text="other", kfac=bool(seed))
-    found = report.compare([folder])
-    with (folder / "out").open("w") as file:
-        console = Console(width=200, record=True, file=file)
-        console.print(report.terminal_table(found.rows))
-    shown = console.export_text()
+    shown = terminal_text(folder, 200)
     assert [shown.count(f"{name} resnet8") for name in ("digits", "other")] == [1, 1]
     assert [shown.count(name) for name in (" SGD ", " K-FAC + SGD ")] == [2 + 2, 2]
 
@@ -167,11 +162,6 @@ def test_settings_of_different_tasks_are_not_compared_with_a_note(folder: Path) 
 
 def test_the_terminal_table_has_no_columns_without_values(tmp_path: Path) -> None:
     write_run(tmp_path / "a", target=None, optimizer="no target")
-    rows = report.compare([tmp_path]).rows
-    stream = io.StringIO()
-    console = Console(file=stream, width=80)
-    console.print(report.terminal_table(rows))
-    assert stream.getvalue().count("target") == 1, "the name of the optimizer"
+    assert terminal_text(tmp_path, 80).count("target") == 1, "the name of the optimizer"
     write_run(tmp_path / "b")
-    console.print(report.terminal_table(report.compare([tmp_path]).rows))
-    assert "no target" in stream.getvalue()
+    assert "no target" in terminal_text(tmp_path, 80)

@@ -141,11 +141,11 @@ def test_one_rank_takes_the_sum_of_its_ops(strategy, method):
 
 def test_ranks_share_the_blocks_of_a_factor():
     spec = LayerSpec("a", 64, 8)
-    for block_size, longest in ((64, 64), (16, 16), (13, 13)):
+    for block_size in (64, 16, 13):
         work = replace(WORK, layers=[spec.divided(block_size)], rows={"a": 8})
         plan = plan_of(work, Variant("comm_opt"), 6, "eigen")  # five blocks at most, and G
         time = step_time(work, 6, MACHINE, plan)
-        assert time.kinds_s["Decompose"] == pytest.approx(0.1 * (longest / 1024) ** 3)
+        assert time.kinds_s["Decompose"] == pytest.approx(0.1 * (block_size / 1024) ** 3)
 
 
 def test_the_layers_of_a_configuration_have_its_blocks():

@@ -85,11 +85,13 @@ def test_the_figure_has_its_findings_and_a_label_for_each_line():
     assert "100 % is the speed per rank at 1 rank" in svg
 
 
-def test_the_fastest_strategy_may_be_a_fraction_of_the_third_panel():
+def test_the_titles_count_the_fractions_of_the_third_panel():
     svg = simulation_figure.svg([*WHOLE, *sweep_of({1: 1 / 4, 1024: 1 / 2})], "a model", ERRORS)
     said = " ".join(texts(svg))
     assert "At 1,024 ranks hybrid_opt@1/2 is the fastest K-FAC strategy" in said
     assert "150 ms per step" in said
+    assert "At 1,024 ranks K-FAC keeps 25 to 107 % of the speed per rank" in said
+    assert {"1 rank, 50 ms", "1,024 ranks, 50 ms"} <= {*texts(svg)}
 
 
 def test_no_strategy_with_fractions_gets_lost():

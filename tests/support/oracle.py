@@ -69,28 +69,17 @@ def solve(grad, a, g, damping, method, factored=False):
     return torch.stack([precondition(*one, damping, method, factored) for one in each])
 
 
-class Recorder:
+class Calls:
     """Inputs and output gradients of modules during one forward and backward."""
 
     def __init__(self, modules):
         self.calls = {m: [] for m in modules}
-        self.handles = [m.register_forward_hook(self._hook) for m in modules]
+        self.handles = [m.register_forward_hook(self._hook, with_kwargs=True) for m in self.calls]
 
-    def _hook(self, module, inputs, output):
-        x = inputs[0].detach().clone()
-        output.register_hook(lambda g: self.calls[module].append((x, g.detach().clone())))
-
-
-class Calls(Recorder):
-    """A recorder that also knows keyword arguments."""
-
-    def __init__(self, modules):
-        self.calls = {m: [] for m in modules}
-        self.handles = [m.register_forward_hook(self._any, with_kwargs=True) for m in self.calls]
-
-    def _any(self, module, args, kwargs, output):
+    def _hook(self, module, args, kwargs, output):
         given = [kwargs["input"]] if "input" in kwargs else kwargs.values()
-        self._hook(module, (*args, *given), output)
+        x = [*args, *given][0].detach().clone()
+        output.register_hook(lambda g: self.calls[module].append((x, g.detach().clone())))
 
 
 def layer_rows(module, x, g):

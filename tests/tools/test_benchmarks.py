@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks import (
+    anatomy,
     background,
     checks,
     defaults,
@@ -28,6 +29,7 @@ from benchmarks import (
     measure,
     memory,
     models,
+    overhead,
     speed,
     tables,
 )
@@ -131,7 +133,7 @@ def test_kfac_follows_the_cycle_in_each_step(block_steps):
     timed = [kind for kind, n in cycle.blocks for _ in range(n)]
     assert kinds[3 + cycle.warm : 3 + len(cycle.cycle)] == timed
     factors, decompose = cycle.every("factors", "decompose"), cycle.every("decompose")
-    variant = Variant(TINY, "eigen", factors, decompose, **measure.at_once())
+    variant = Variant(TINY, "eigen", factors, decompose, spread=False)
     done = []
     for _ in range(length):
         variant.step()
@@ -511,13 +513,7 @@ def test_configurations_that_do_not_fit_the_time_are_listed(gpu_options, monkeyp
         shares.append(share_s)
         clock[0] += 100
         entry = {"name": case.name, "shape": "x", "precision": case.precision, "sgd_s": [1.0]}
-        entry |= {
-            "cpu_share": 1.0,
-            "gemm_flop_s": [1.0],
-            "methods": {},
-            "settings": {},
-            "intervals": [],
-        }
+        entry |= {"cpu_share": 1.0, "gemm_flop_s": [1.0], "methods": {}, "settings": {}}
         return entry | {"intervals": [], "memory_bytes": {}, "least_s": 90.0}
 
     monkeypatch.setattr(gpu.time, "perf_counter", lambda: clock[0])
@@ -663,6 +659,17 @@ def test_guards_warn_of_wrong_scripts_and_of_no_others(capsys):
     for name, kind, warned, missed in rows:
         assert warned.strip() == ("0 of 2" if kind.strip() == "right" else "2 of 2"), name
         assert not missed.strip()
+
+
+# ---- other commands ----
+
+
+def test_a_model_or_task_that_is_not_measured_is_refused(capsys):
+    assert anatomy.main(["--tasks", "pydoc GRU"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        overhead.main(["--models", "maskrcnn"])
+    for said in capsys.readouterr():
+        assert "unknown" in said
 
 
 # ---- work beside training ----

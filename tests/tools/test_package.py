@@ -165,7 +165,7 @@ def test_the_citation_names_the_software_and_both_papers():
 
 def test_the_version_is_in_one_place_and_in_the_changelog():
     """Also in results, which name the version that made them."""
-    version = f"{kfac_bench.__version__}"
+    version = kfac_bench.__version__
     files = [*ROOT.glob("*.*"), *ROOT.glob("kfac_bench/**/*.py"), *ROOT.glob("docs/*.md")]
     files += [*ROOT.glob("docs/[!r]*/**/*.md"), *ROOT.glob("docs/reference/*.md")]
     holds = [path for path in files if path.is_file() and f'{version}"' in path.read_text()]

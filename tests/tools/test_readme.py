@@ -205,8 +205,7 @@ def pages_have_the_ratios_of(times):
     )
 
     def ratio(task, slower, faster="K-FAC"):
-        forms = ("K-FAC", "SGD with K-FAC's defaults", "AdamW with K-FAC's defaults")
-        own = {**task, "K-FAC": min(task[form] for form in forms)}
+        own = {**task, "K-FAC": min(task[form] for form in FORMS)}
         return f"{own[slower] / own[faster]:.1f}x"
 
     over_adamw = sorted(ratio(task, "AdamW", "EigenAdam") for task in (mixer, dates, poisson))

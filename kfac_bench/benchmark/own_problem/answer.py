@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from pytorch_optimizer import SOAP
@@ -34,9 +33,11 @@ from kfac_bench.optimizers.muon import muon
 from kfac_bench.optimizers.options import EigenAdamConfig, SOAPConfig
 from kfac_bench.problem import Problem
 from kfac_bench.record import score
-from kfac_bench.record.events import EVENTS_FILE, Resumed, Trained
-from kfac_bench.record.runs import Run, number
+from kfac_bench.record.events import EVENTS_FILE
+from kfac_bench.record.runs import Run
+from kfac_bench.record.sinks.panels import STAGES
 from kfac_bench.report.tables import Table, Value
+from kfac_bench.report.training_numbers import median_of, memory_bytes, part_seconds
 from kfac_bench.whole_files import write_text
 
 
@@ -90,9 +91,9 @@ def _finalist(asked: Asked, found: StudyResult, name: str) -> Finalist:
         limit_s=_limit_s(results, runs, final_limit_s(winner, found.plan.budget)),
         paste=paste_lines(config, problem, asked.words),
         uses_kfac=config.kfac.enabled,
-        step_s=_middle([run.pace[0] for run in whole]),
-        memory_bytes=_middle([_memory_bytes(run) for run in whole]),
-        stages_s=_stages_s(whole),
+        step_s=median_of(run.pace[0] for run in whole),
+        memory_bytes=median_of(map(memory_bytes, whole)),
+        stages_s={part: s for part, s in part_seconds(whole)[1].items() if part in STAGES},
     )
 
 
@@ -110,36 +111,9 @@ def _limit_s(results: Sequence[TrialResult], runs: Sequence[Run | None], most_s:
     return min([most_s, *missed_s])
 
 
-def _middle(values: Sequence[float]) -> float:
-    known = [value for value in values if math.isfinite(value)]
-    return median(known) if known else math.nan
-
-
 def _curve(run: Run | None) -> list[tuple[float, float]]:
     """Return training seconds and metric of each evaluation."""
     return [] if run is None else [(s, m) for _, s, m in score.metric_curve(run)]
-
-
-def _memory_bytes(run: Run) -> float:
-    values = [number(e.peak_memory_bytes) for e in run.trained]
-    return max((v for v in values if math.isfinite(v)), default=math.nan)
-
-
-def _stages_s(runs: Sequence[Run]) -> dict[str, float]:
-    """Return the seconds of each stage of K-FAC in all steps of all runs."""
-    total: dict[str, float] = {}
-    for run in runs:
-        before = 0
-        for event in run.events:
-            if not isinstance(event, Trained | Resumed):
-                continue
-            steps, before = event.step - before, event.step
-            if isinstance(event, Resumed):
-                continue  # the means of the next event hold since this start
-            for stage, mean_s in event.stage_mean_s.items():
-                if math.isfinite(mean_s) and mean_s > 0:
-                    total[stage] = total.get(stage, 0.0) + steps * mean_s
-    return total
 
 
 def _left_out(found: StudyResult) -> dict[str, str]:

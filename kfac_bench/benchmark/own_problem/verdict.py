@@ -17,12 +17,6 @@ from kfac_bench.benchmark.own_problem.try_result import (
 from kfac_bench.report.page_parts import TimeBar, VerdictPage
 from kfac_bench.report.tables import metric as shown_metric
 
-STAGES = {
-    "Precondition": "preconditioning",
-    "Decompose": "decompositions",
-    "ComputeFactor": "statistics",
-}
-
 
 def verdict(result: TryResult) -> str:
     """Return the verdict as lines of text without a final line break."""
@@ -183,8 +177,7 @@ def _cost(winner: Finalist, reference: Finalist) -> list[str]:
     if parts and total > 0:
         name, most = max(winner.stages_s.items(), key=lambda item: item[1])
         # What K-FAC does in hooks of forward and backward is in no stage.
-        said = STAGES.get(name, name)
-        parts.append(f"{100 * most / total:.0f} % of the time of K-FAC's stages is {said}")
+        parts.append(f"{100 * most / total:.0f} % of the time of K-FAC's stages is {name}")
     return [f"{'; '.join(parts)}."] if parts else []
 
 

@@ -18,6 +18,7 @@ from kfac_bench.benchmark.slurm_jobs import KFAC_BENCH
 from kfac_bench.config import compose
 from kfac_bench.config.command_options import path_word, sbatch_options, whole_number
 from kfac_bench.errors import UsageError
+from kfac_bench.output import counted
 from kfac_bench.record.runs import Run, load
 from kfac_bench.simulate import hardware
 from kfac_bench.simulate.hardware import Hardware
@@ -83,7 +84,7 @@ def _write(request: ScalingRequest, runs: Sequence[Run], say: Callable[[str], No
             f"{request.folder}: no run is long enough to measure a step; train without "
             "trainer.max_train_s, or use fewer --steps"
         )
-    tables = [scaling_table(runs), stage_table(runs)]
+    tables = [scaling_table(points), stage_table(points)]
     if missing := len(request.cells) - len(runs):
         note = f"missing: {missing} of {len(request.cells)} runs"
         tables[0] = replace(tables[0], notes=[note, *tables[0].notes])
@@ -151,7 +152,8 @@ def _submit(request: ScalingRequest, say: Callable[[str], None]) -> None:
         if commands:
             options = [*request.sbatch, f"--ntasks={world_size}"]
             jobs = slurm_jobs.submit(commands, after, request.folder, options)
-            say(f"{world_size} ranks: jobs {jobs[0]} to {jobs[-1]}, the last writes the results")
+            ids = f"jobs {jobs[0]} to {jobs[-1]}, the last writes the results"
+            say(f"{counted(world_size, 'rank')}: {ids}")
 
 
 def _request(options: argparse.Namespace, words: Sequence[str]) -> ScalingRequest:
@@ -282,7 +284,7 @@ def _cell(
         )
     digest = hashlib.sha256(repr((world_size, overrides)).encode()).hexdigest()[:8]
     name = f"{variant.label.replace('/', '_').replace('@', '-')}-{world_size}-{number}-{digest}"
-    label = f"{variant.label} {world_size} ranks round {number + 1}"
+    label = f"{variant.label} {counted(world_size, 'rank')} round {number + 1}"
     return Cell(label, overrides, world_size, folder=Path(runs_dir) / name)
 
 

@@ -41,24 +41,15 @@ def tables(runs: Iterable[Run]) -> list[Table]:
     """
     points = measure(runs)
     several = len({p.world_size for p in points}) > 1
-    tables = [_scaling(points)] if several else []
-    return tables + ([_stages(points)] if any(p.stages_s for p in points) else [])
+    tables = [scaling_table(points)] if several else []
+    return tables + ([stage_table(points)] if any(p.stages_s for p in points) else [])
 
 
-def scaling_table(runs: Iterable[Run]) -> Table:
+def scaling_table(points: Sequence[ScalingPoint]) -> Table:
     """Return the step, throughput and efficiency of each strategy on each number of ranks.
 
     :func:`~kfac_bench.benchmark.scaling.measured.efficiency` defines the efficiency.
     """
-    return _scaling(measure(runs))
-
-
-def stage_table(runs: Iterable[Run]) -> Table:
-    """Return the milliseconds of one run of each of K-FAC's stages (the paper's Fig. 7)."""
-    return _stages(measure(runs))
-
-
-def _scaling(points: Sequence[ScalingPoint]) -> Table:
     columns = (
         "task",
         "strategy",
@@ -95,7 +86,8 @@ def _scaling(points: Sequence[ScalingPoint]) -> Table:
     return _table("Scaling, measured", points, columns, rows, notes)
 
 
-def _stages(points: Sequence[ScalingPoint]) -> Table:
+def stage_table(points: Sequence[ScalingPoint]) -> Table:
+    """Return the milliseconds of one run of each of K-FAC's stages (the paper's Fig. 7)."""
     kfac = [p for p in points if p.stages_s]
     columns = ("task", "strategy", "ranks", *STAGES, "mean of a step", "steps between")
     rows: list[Sequence[Value]] = []

@@ -233,7 +233,7 @@ class RankCost:
     """The memory of one rank, and its work and messages each time that a stage runs."""
 
     memory_bytes: dict[str, int]
-    """Bytes of K-FAC state by kind, from :func:`memory_bytes`."""
+    """Bytes of K-FAC state by kind, from :func:`memory_bytes`, and of the thread's ``jobs``."""
     statistics_bytes: int = 0
     """Bytes of batch statistics in fp32, held while the factors stage runs."""
     bucket_bytes: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
@@ -253,9 +253,19 @@ class RankCost:
         return sum(self.memory_bytes.values()) + max(more)
 
 
-def rank_costs(plan: Plan, flops_of: Callable[[Op], float]) -> list[RankCost]:
-    """Return the cost of each rank; ``flops_of(op)`` are the FLOPs of one of the op's ranks."""
-    costs = [RankCost(_no_bytes(plan)) for _ in range(plan.world_size)]
+def rank_costs(
+    plan: Plan, flops_of: Callable[[Op], float], *, background: bool = False
+) -> list[RankCost]:
+    """Return the cost of each rank.
+
+    Args:
+        plan: The plan.
+        flops_of: Returns the FLOPs of one of an op's ranks.
+        background: Whether a thread decomposes copies of the factors, one slice at a time. Until
+            the results are in use, the rank also keeps the old decompositions.
+    """
+    jobs = {"jobs": 0} if background else {}
+    costs = [RankCost(_no_bytes(plan) | jobs) for _ in range(plan.world_size)]
     for kind, ranks, size in _kept(plan):
         for rank in ranks:
             costs[rank].memory_bytes[kind] += size
@@ -272,7 +282,20 @@ def rank_costs(plan: Plan, flops_of: Callable[[Op], float]) -> list[RankCost]:
             for rank, size in _bucket_bytes(part).items():
                 peak = costs[rank].bucket_bytes
                 peak[stage] = max(peak[stage], size)
+            for rank, size in _job_bytes(plan, part).items() if background else ():
+                kept = costs[rank].memory_bytes
+                kept["jobs"] = max(kept["jobs"], size)
     return costs
+
+
+def _job_bytes(plan: Plan, ops: Sequence[Op]) -> dict[int, int]:
+    """Return the bytes of the factors that ranks decompose, and of their decompositions."""
+    total: Counter[int] = Counter()
+    for op in ops:
+        if isinstance(op, Decompose):
+            sizes = (kept_bytes(spec, f, plan.method, plan.itemsize) for spec, f in op.members)
+            total += Counter(dict.fromkeys(op.ranks, sum(map(sum, sizes))))
+    return total
 
 
 def _statistic_bytes(op: Op) -> int:

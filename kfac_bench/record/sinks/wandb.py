@@ -125,8 +125,8 @@ def sent(run_id: str, project: str, entity: str | None) -> tuple[float, int, str
 
     Returns:
         The training time of the latest points in seconds, -inf without a point. The number of
-        points at this time. And a state such as ``finished`` or ``crashed``, empty if the server
-        has no such run.
+        points from the first one at this time on. And a state such as ``finished`` or ``crashed``,
+        empty if the server has no such run.
 
     Raises:
         UsageError: The server does not answer, or does not send its rows.
@@ -143,7 +143,8 @@ def sent(run_id: str, project: str, entity: str | None) -> tuple[float, int, str
             raise ValueError(f"it has rows up to {last}, but sends none")
         times = [number(row.get("train_s", 0)) for row in rows]
         last_s = max(times, default=-math.inf)
-        return last_s, times.count(last_s), run.state
+        # A checkpoint is written beside training, so its point may come after later times.
+        return last_s, len(times) - times.index(last_s) if times else 0, run.state
     except Exception as error:  # some reads raise errors of wandb's own service, of another class
         if "could not find run" in str(error).lower():
             return -math.inf, 0, ""

@@ -20,7 +20,6 @@ from kfac_bench.benchmark.own_problem import answer, first_runs, study, study_in
 from kfac_bench.benchmark.own_problem.leaderboard import Leaderboard
 from kfac_bench.benchmark.own_problem.study_input import Asked
 from kfac_bench.benchmark.own_problem.study_plan import (
-    Budget,
     MeasuredSeconds,
     Question,
     StudyFolder,
@@ -94,9 +93,11 @@ class Simulation:
         about = {"label": config.label, "seed": config.seed, "data": {"file": self.asked.file}}
         about |= {"optimizer": vars(config.optimizer), "trainer": vars(config.trainer)}
         log.emit(RunStarted(0, 0.0, "r", "accuracy", True, about, {}))
+        stages = {"ReduceFactors": 1e-3, "ShareGradients": 1e-3, "Decompose": 1e-3}
+        stages = stages if config.kfac.enabled else {}
         for share in (0, 0.5, 1):
             at_s = share * last_s
-            log.emit(Trained(round(100 * at_s), at_s, 0, 1.0, 0.1, 1.0))
+            log.emit(Trained(round(100 * at_s), at_s, 0, 1.0, 0.1, 1.0, stage_mean_s=stages))
             metric = {"accuracy": 0.93 * at_s / time_s}
             log.emit(Evaluated(round(100 * at_s), at_s, 0, metric))
         if time_s <= limit_s:
@@ -225,6 +226,7 @@ def test_the_verdict_of_the_study(done, monkeypatch):
     text = answer.write(simulation.asked, found, path, is_quick=False)
     assert text.startswith("mine: accuracy 0.93 is reached by\n  EigenAdam  ")
     assert "x faster than AdamW" in text
+    assert "67 % of the time of K-FAC's stages is communication." in text
     assert "optimizer = eigen_adam(model, lr=" in text
     page = (path / "verdict.html").read_text()
     assert "Does K-FAC help on mine?" in page
@@ -465,11 +467,3 @@ def test_the_better_metric_is_a_start_if_all_trials_missed_the_target(tmp_path):
         shutil.rmtree(tmp_path / "tuning" / f"{number}")
     with pytest.raises(UsageError, match="no run of this study can be read"):
         study_input.starts_from(tmp_path)
-
-
-def test_a_budget_is_kept_as_json(tmp_path):
-    folder = StudyFolder(tmp_path, QUESTION)
-    folder.write_plan(StudyPlan(MADE, 1.5, is_own_target=False))
-    found = folder.plan()
-    assert isinstance(found.budget, Budget)
-    assert found.budget == MADE

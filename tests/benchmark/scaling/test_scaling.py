@@ -9,13 +9,7 @@ import pytest
 
 from kfac_bench import cli
 from kfac_bench.benchmark import local_runs
-from kfac_bench.benchmark.scaling import (
-    scaling_options,
-    scaling_report,
-    scaling_table,
-    stage_table,
-    tables,
-)
+from kfac_bench.benchmark.scaling import scaling_options, scaling_report
 from kfac_bench.benchmark.scaling.measured import (
     STAGES,
     efficiency,
@@ -24,7 +18,7 @@ from kfac_bench.benchmark.scaling.measured import (
     over_first_order,
     step_finding,
 )
-from kfac_bench.benchmark.scaling.scaling_report import _stages
+from kfac_bench.benchmark.scaling.scaling_report import scaling_table, stage_table, tables
 from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import check, compose
 from kfac_bench.core.planning.estimate import payload_bytes
@@ -59,12 +53,12 @@ def call(*words):
 # ---- cells ----
 
 
-def test_runs_are_all_strategies_on_all_ranks_in_rounds(tmp_path):
+def test_runs_are_all_strategies_on_all_ranks_in_rounds():
     asked = parse("--world-size=1,2", "--strategy=comm_opt,hybrid_opt@1/2", "--rounds=2")
     assert [c.label for c in asked.cells[:6]] == [
-        "sgd 1 ranks round 1",
-        "comm_opt 1 ranks round 1",
-        "hybrid_opt@1/2 1 ranks round 1",
+        "sgd 1 rank round 1",
+        "comm_opt 1 rank round 1",
+        "hybrid_opt@1/2 1 rank round 1",
         "sgd 2 ranks round 1",
         "comm_opt 2 ranks round 1",
         "hybrid_opt@1/2 2 ranks round 1",
@@ -248,7 +242,7 @@ def test_stages_are_milliseconds_per_run_of_the_stage(tmp_path):
         write(tmp_path / "l", ranks=2, kfac="layer_wise", stages={"ShareGradients": 0.002}),
         write(tmp_path / "s", ranks=2, step_s=0.025),
     ]
-    table = stage_table(runs)
+    table = stage_table(measure(runs))
     rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
     assert set(rows) == {"comm_opt", "layer_wise"}
     found = [rows["comm_opt"][stage] for stage in STAGES]
@@ -260,7 +254,7 @@ def test_stages_are_milliseconds_per_run_of_the_stage(tmp_path):
     assert "takes 3.4 times" in ratio
     assert not any("whole intervals" in note for note in table.notes)
 
-    table = scaling_table(runs)
+    table = scaling_table(measure(runs))
     rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
     assert rows["comm_opt"]["x without K-FAC"] == pytest.approx(2)
     assert rows["sgd"]["x without K-FAC"] is None
@@ -279,11 +273,11 @@ def test_tables_without_content_are_left_out(tmp_path):
 
 def test_notes_state_the_limits_of_the_numbers(tmp_path):
     short = [write(tmp_path / "a", ranks=2, kfac="comm_opt", stages=KINDS, cpus=2, threads=2)]
-    assert any("2 ranks share cores" in note for note in scaling_table(short).notes)
+    assert any("2 ranks share cores" in note for note in scaling_table(measure(short)).notes)
     enough = [write(tmp_path / "b", ranks=2, kfac="comm_opt", stages=KINDS, cpus=4, threads=2)]
-    assert not any("share cores" in note for note in scaling_table(enough).notes)
+    assert not any("share cores" in note for note in scaling_table(measure(enough)).notes)
     odd = replace(measure(enough)[0], steps=25)
-    assert any("whole intervals: comm_opt on 2" in note for note in _stages([odd]).notes)
+    assert any("whole intervals: comm_opt on 2" in note for note in stage_table([odd]).notes)
 
 
 def test_malformed_event_files_raise_no_error(tmp_path):
@@ -364,7 +358,7 @@ def test_two_ranks_are_measured_once(tmp_path, capsys, monkeypatch):
     [cell] = [c for c in request(words).cells if c.label.startswith("layer_wise")]
     assert started.payload_bytes == expected_payload(cell.overrides)
     assert [e.step for e in read(runs["layer_wise"]) if isinstance(e, Trained)] == [4, 8, 12, 16]
-    table = stage_table([load(runs["layer_wise"])])
+    table = stage_table(measure([load(runs["layer_wise"])]))
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert row["their share"] == 0
     assert min(row[s] for s in STAGES if s != "their share") > 0

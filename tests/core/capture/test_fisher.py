@@ -38,7 +38,7 @@ def expected_g(model, x, loss_of_labels, labels_and_weights, reduce=False):
         with torch.no_grad():
             labels = list(labels_and_weights(model(x[i : i + 1]), i))
         for label, weight in labels:
-            recorder = oracle.Recorder(layers.values())
+            recorder = oracle.Calls(layers.values())
             loss_of_labels(model(x[i : i + 1]), label, i).backward()
             for handle in recorder.handles:
                 handle.remove()

@@ -500,6 +500,15 @@ def test_peak_of_bucket_bytes_by_hand():
     assert costs_of(sliced, ROWS)[0].bucket_bytes[Stage.DECOMPOSE] == sent[0]
 
 
+def test_the_jobs_of_a_thread_are_those_of_the_largest_slice():
+    """A job has copies of the factors, and its results until they are in use."""
+    plan = make_plan([LayerSpec("x", 3, 1), Y], 1, spread=2)
+    # The first slice has the A of y alone, the second has the three smaller factors.
+    (plain,), (beside,) = costs_of(plan), rank_costs(plan, lambda op: 0.0, background=True)
+    assert beside.memory_bytes == plain.memory_bytes | {"jobs": 4 * (16 + 16 + 4)}
+    assert beside.peak_bytes == plain.peak_bytes + beside.memory_bytes["jobs"]
+
+
 @for_all(SPECS, WORLDS, CHOICES, CAPS)
 def test_rank_costs_are_those_of_each_rank_alone(specs, world, choice, cap):
     plan = build(specs, world, *choice, cap)
