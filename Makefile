@@ -59,7 +59,7 @@ bench-gpu: setup  ## the same on one GPU in 8 minutes, with checks; writes docs/
 test: setup install-horovod lint  ## linters and the quick tests; 8 minutes on two cores (WORKERS=4: on more)
 	$(PYTEST) -m "not slow and not alone"
 
-test-all: setup install-horovod lint  ## linters and every test, also the slow ones, as CI runs them; 16 minutes
+test-all: setup install-horovod lint  ## linters and every test, also the slow ones, as CI runs them; 20 to 30 minutes
 	$(PYTEST) -m "not alone" --support=build/support.json
 	$(PYTEST) -m alone --support=build/support_alone.json $(ALONE)
 	$(BIN)/python scripts/support_table.py --check build/support.json build/support_alone.json
