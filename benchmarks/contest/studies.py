@@ -111,10 +111,9 @@ class _Study:
         )
         for name in self._optimizers:
             ranks = list(map(self._median_rank, finalists[name], finals[name]))
-            rank = min(ranks)
-            winner = finalists[name][ranks.index(rank)]
+            winner = finalists[name][ranks.index(min(ranks))]
             last = self._train(name, winner, self._fresh, "table")
-            self._tell(name, f"winner {shown_s(rank[0])}; {last}", is_new=last.is_new)
+            self._tell(name, f"winner {shown_s(min(ranks)[0])}; {last}", is_new=last.is_new)
 
     def _next_trial(self, name: str, trials: list[TrialResult]) -> bool:
         tuning = self._tuning
@@ -141,7 +140,7 @@ class _Study:
         return True
 
     def _median_rank(self, trial: TrialResult, finals: Sequence[TrialResult]) -> Rank:
-        each = [self._rank(trial), *(self._rank(final, "final") for final in finals)]
+        each = [self._rank(trial)] + [self._rank(final, "final") for final in finals]
         return median(r[0] for r in each), median(r[1] for r in each)
 
     def _rank(self, trial: TrialResult, kind: str = "trial") -> Rank:

@@ -204,8 +204,9 @@ def run(
             guess = f", about {left_s / 60:.0f} min left in all" if done else ""
             say(f"== {number}/{len(rows)} {row.name}: {row.benchmark.title}{guess}")
         try:
-            session = WorkSession(options.minutes)
-            if open_session is not None:
+            if open_session is None:
+                session = WorkSession(options.minutes)
+            else:
                 session = open_session(options, row.benchmark, str(row.folder))
             failed += suite.run(row, say, retry=options.retry, session=session)
             if suite.has_begun(suite.attempts(row)):  # The time may have been up before that.

@@ -139,8 +139,8 @@ class KFAC:
     Raises:
         ValueError: An option is out of range, options do not fit together, the model has no layer
             to precondition, or the optimizer does not hold the parameters of a covered layer.
-        TypeError: ``model`` is no ``torch.nn.Module``, ``optimizer`` is no optimizer object, or a
-            backend is none, such as a process group of torch.
+        TypeError: ``model`` is no ``torch.nn.Module``, ``optimizer`` is no optimizer object, or
+            ``collective`` or ``model_parallel`` is no communication backend of K-FAC.
         RuntimeError: Ranks made different plans, or another KFAC is on a layer of the model.
     """
 

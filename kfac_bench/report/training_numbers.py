@@ -126,7 +126,7 @@ def _shown(value: float, write: Callable[[float], str]) -> HtmlCell:
 
 
 def median_of(values: Iterable[float]) -> float:
-    """Return the median of the finite values; NaN if there is none."""
+    """Return the median of the finite values; NaN without a finite value."""
     known = [value for value in values if math.isfinite(value)]
     return statistics.median(known) if known else math.nan
 

@@ -130,7 +130,7 @@ class RunDirectory:
 
     def _remove_unless_begun(self) -> None:
         """Remove the directory if it has no event and no file of anybody else."""
-        # W&B is told of the run before its first event, so that it can show all events.
+        # W&B makes its folder before the first event, because it shows all events.
         ours = {_CONFIG, "run.json", own_files.LOCK_FILE, EVENTS_FILE, "wandb"}
         with suppress(OSError):
             files = list(self.path.iterdir())
