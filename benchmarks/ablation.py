@@ -67,7 +67,7 @@ class AblatedSolver(Solver):
     """The linear algebra of one process, with other bases or another power."""
 
     def __init__(self, executor: Executor, variant: Variant) -> None:
-        super().__init__(executor.store, adam=executor.solver._adam)
+        super().__init__(executor.store, adam=executor.solver.adam)
         self._executor, self._variant = executor, variant
         self._running: dict[FactorKey, Tensor] = {}
 
@@ -113,7 +113,7 @@ class AblatedSolver(Solver):
         """Return the direction of the rule with another power of the second moment."""
         if self._variant.power == 0.5:
             return super()._adam_step(specs, grad, options, is_scaled)
-        rule, spec = self._adam, specs[0]
+        rule, spec = self.adam, specs[0]
         moments = self._store.stacked_adam(specs, grad)
         assert rule is not None
         assert moments is not None

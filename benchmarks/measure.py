@@ -15,10 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
 
 from benchmarks.floor import floor_flops
 from benchmarks.models import Size, Workload, build
 from kfac_bench.core import KFAC
+from kfac_bench.core.eigen_adam_optimizer import EigenAdam
+from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.schedule import Schedule
 from kfac_bench.errors import UsageError
 
@@ -39,6 +43,8 @@ class Case:
     precision: str = "fp32"
     kfac: dict[str, Any] = field(default_factory=dict)
     """Keywords for KFAC, in all variants."""
+    adam: bool = False
+    """AdamW is the optimizer, in place of SGD; method eigen_adam always has EigenAdam."""
     clock: str = "wall"
     """`wall`, or `cpu`: processor time of one thread, on a core that other programs use too."""
 
@@ -69,7 +75,10 @@ class Timing:
 
 
 class Variant:
-    """A training loop: model, SGD with momentum, and K-FAC unless `method` is None."""
+    """A training loop: model, optimizer, and K-FAC unless `method` is None.
+
+    The optimizer is SGD with momentum if the case does not say otherwise.
+    """
 
     def __init__(
         self, case: Case, method: str | None, factors: Schedule = 1, decompose: Schedule = 1,
@@ -78,12 +87,16 @@ class Variant:
         self.case = case
         self.workload: Workload = build(case.name, case.size, case.device)
         model = self.workload.model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        self.optimizer = _optimizer(case, method, model)
         self.kfac: KFAC | None = None
         if method is not None:
             skip = (*inspect.signature(KFAC).parameters["skip"].default, *self.workload.skip)
             # Without early updates the first interval is like the later ones.
-            keywords: dict[str, Any] = {"damping": 0.03, "skip": skip, "early_updates": False}
+            keywords: dict[str, Any] = {"skip": skip, "early_updates": False}
+            if method == EIGEN_ADAM:
+                keywords |= {"trust_ratio": None, "grafting": False}
+            else:
+                keywords |= {"damping": 0.03}
             keywords |= case.kfac | options
             try:
                 self.kfac = KFAC(
@@ -113,6 +126,14 @@ class Variant:
         for _ in range(steps):
             self.step()
         return (self.case.now() - start) / steps
+
+
+def _optimizer(case: Case, method: str | None, model: nn.Module) -> Optimizer:
+    if method == EIGEN_ADAM:
+        return EigenAdam(model.parameters())
+    if case.adam:
+        return AdamW(model.parameters())
+    return SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 
 class Cycle:

@@ -1,7 +1,8 @@
 """Compare the choice of KFAC(max_overhead=...) with measured times: benchmarks/overhead.py --help.
 
 A row measures each kind of step (precondition only, also update factors, also decompose) of K-FAC
-and of SGD alone, in turns, and weighs the kinds by the chosen intervals.
+and of SGD alone, in turns, and weighs the kinds by the chosen intervals. With ``--method
+eigen_adam`` it compares EigenAdam with AdamW.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +24,7 @@ from benchmarks.measure import Case, Variant, time_kinds
 from benchmarks.models import Size
 from kfac_bench.core.planning.budget import BudgetError, Choice
 from kfac_bench.core.planning.layer_spec import FACTORS
-from kfac_bench.core.planning.plan import Plan
+from kfac_bench.core.planning.plan import EIGEN_ADAM, Plan
 from kfac_bench.core.stepper import WITH_STATISTICS, WITHOUT
 from kfac_bench.training import environment
 
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--models", default=",".join(known), help="names of models")
     parser.add_argument("--budgets", default="0.25,0.5", help="values of max_overhead")
+    parser.add_argument("--method", choices=("inverse", EIGEN_ADAM), default="inverse")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="run the code once with tiny models")
@@ -62,15 +65,16 @@ def main(arguments: Sequence[str]) -> int:
         if name in names:
             size = Size(batch=0 if options.quick else batch, quick=options.quick)
             for budget in map(float, options.budgets.split(",")):
-                rows.append(row(Case(name, size), budget, options.rounds))
+                rows.append(row(Case(name, size), options.method, budget, options.rounds))
                 print(rows[-1], file=sys.stderr, flush=True)
     print(tables.table(HEADER, rows))
     return 0
 
 
-def row(case: Case, budget: float, rounds: int) -> list[str]:
+def row(case: Case, method: str, budget: float, rounds: int) -> list[str]:
     """Let K-FAC choose within the budget, then measure what it chose."""
-    variant = Variant(case, "inverse", 10, 100, max_overhead=budget)
+    given = (40, 40) if method == EIGEN_ADAM else (10, 100)
+    variant = Variant(case, method, *given, max_overhead=budget)
     label = [f"{case.name}, {variant.workload.shape}", f"{budget:g}"]
     assert variant.kfac is not None
     try:
@@ -81,8 +85,9 @@ def row(case: Case, budget: float, rounds: int) -> list[str]:
     assert choice is not None
     del variant
     options = {"max_dim": choice.max_dim, "block_size": choice.block_size}
-    timing = time_kinds(Case(case.name, case.size, kfac=options), ["inverse"], rounds)
-    found = intervals.combine(timing, "inverse", choice.factor_update_freq, choice.update_freq)
+    measured = replace(case, kfac=options, adam=method == EIGEN_ADAM)
+    timing = time_kinds(measured, [method], rounds)
+    found = intervals.combine(timing, method, choice.factor_update_freq, choice.update_freq)
     low, mean, high = (found[key] - 1 for key in ("low", "ratio", "high"))
     return [*label, *_chosen(choice), f"{whole:.2f}", f"{choice.overhead:.2f}",
             f"{mean:.2f} ({low:.2f} to {high:.2f})", f"{mean / budget:.2f}"]  # fmt: skip

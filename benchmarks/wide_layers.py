@@ -1,4 +1,4 @@
-"""EigenAdam on layers that are wide for their batch, by the largest side that it rotates.
+"""EigenAdam on layers that are wide for their batch: budgets, and the largest rotated sides.
 
     python benchmarks/wide_layers.py [--seeds 0,1,2]
 
@@ -33,6 +33,7 @@ from kfac_bench.optimizers.first_order_options import MuonConfig
 
 NAME = "wide autoencoder"
 MAX_DIM = 8192, 300, 1
+BUDGETS = 1, 2
 
 
 def muon(model: nn.Module, rate: float) -> Optimizer:
@@ -57,6 +58,9 @@ def main(arguments: Sequence[str]) -> int:
     }
     for max_dim in MAX_DIM:
         builds[f"EigenAdam, max_dim={max_dim}"] = partial(eigen_adam, kfac={"max_dim": max_dim})
+    for budget in BUDGETS:
+        name = f"EigenAdam, max_overhead={budget}"
+        builds[name] = partial(eigen_adam, kfac={"max_overhead": budget})
     rows = []
     for optimizer, build in builds.items():
         best: tuple[float, ...] | None = None

@@ -145,7 +145,7 @@ def build(
         collective,
         leave,
         sees_moments=not options["overlap"],
-        sees_rows=options["weight_sharing"] == "expand",
+        checks_width=options["weight_sharing"] == "expand" and options["max_overhead"] is None,
         can_limit=not options["background"] and model_parallel is None,
     )
     return KFACParts(

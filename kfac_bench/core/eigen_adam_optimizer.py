@@ -72,9 +72,12 @@ class Coverage:
 
     Attributes:
         state: The state of the KFAC, as soon as the KFAC is complete.
+        is_waiting: True in the first steps of ``max_overhead``. The optimizer trains the parameters
+            as AdamW then, as after :meth:`leave`.
     """
 
     state: StateOfKFAC | None = None
+    is_waiting = False
 
     def __init__(self, layers: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         self._params: list[TensorWeakRef] = []
@@ -107,7 +110,9 @@ def _has_direction(p: Tensor) -> bool:
     leaves a frozen bias as it is.
     """
     cover = _COVERED.get(p)
-    if cover is None or cover.weight is None or p.grad is None or not p.requires_grad:
+    if cover is None or cover.weight is None or cover.owner.is_waiting:
+        return False
+    if p.grad is None or not p.requires_grad:
         return False
     weight = cover.weight()
     return weight is not None and weight.grad is not None and weight.requires_grad
@@ -243,6 +248,8 @@ class EigenAdam(AdamW):
         """
         for p in params:
             if _has_direction(p):
+                if "exp_avg" in self.state[p]:  # AdamW has made the first steps
+                    self.state[p].clear()
                 self.state[p].setdefault(KEY, {})
             elif p.grad is not None and "exp_avg" not in self.state[p]:
                 self.state[p].clear()
@@ -276,16 +283,20 @@ class EigenAdam(AdamW):
         packed = super().state_dict()
         params = [p for group in self.param_groups for p in group["params"]]
         ids = [i for group in packed["param_groups"] for i in group["params"]]
-        state = {
-            i: {k: v for k, v in entry.items() if k != KEY} for i, entry in packed["state"].items()
-        }
         by_parameter: dict[Tensor, Any] = dict(self._waiting)
         for each in self._states():
             by_parameter |= each.by_parameter()
+        state = {}
         for i, p in zip(ids, params, strict=True):
+            entry = packed["state"].get(i, {})
+            # A state has the same entries at any time, and first steps begin again.
+            is_waiting = (cover := _COVERED.get(p)) is not None and cover.owner.is_waiting
+            entry = {} if is_waiting else {k: v for k, v in entry.items() if k != KEY}
             if p in by_parameter:
-                state.setdefault(i, {})[KEY] = by_parameter[p]
-        return packed | {"state": {i: entry for i, entry in state.items() if entry}}
+                entry[KEY] = by_parameter[p]
+            if entry:
+                state[i] = entry
+        return packed | {"state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state. Without a KFAC, the part of the KFAC waits until a KFAC is built.

@@ -426,13 +426,13 @@ class KFACOptions(TypedDict, total=False):
             "block_size smaller and intervals longer if it must; None: no budget",
             details="""
                 The time is an average over an interval. In the first 6 steps the optimizer works
-                alone, while K-FAC measures it and the device. Then K-FAC makes the options
-                ``max_dim``, ``block_size``, ``update_freq`` and ``factor_update_freq`` only as much
-                coarser as the budget demands; :attr:`choice` and :meth:`report` say what it chose.
-                A choice follows from times, so a second run may choose differently; set these four
-                options instead, to repeat a run. A resumed run keeps the choice of its state. Time
-                that training waits for other ranks' messages counts only as their measured latency
-                and bandwidth predict.
+                alone (EigenAdam as AdamW), while K-FAC measures it and the device. Then K-FAC makes
+                the options ``max_dim``, ``block_size``, ``update_freq`` and ``factor_update_freq``
+                only as much coarser as the budget demands; :attr:`choice` and :meth:`report` say
+                what it chose. A choice follows from times, so a second run may choose differently;
+                set these four options instead, to repeat a run. A resumed run keeps the choice of
+                its state. Time that training waits for other ranks' messages counts only as their
+                measured latency and bandwidth predict.
                 """,
         ),
     ]

@@ -26,6 +26,10 @@ class Preconditioner(Protocol):
     steps: int
     in_optimizer_state: bool
 
+    @property
+    def saved_choice(self) -> dict[str, Any] | None:
+        """The choice of ``max_overhead`` as a state contains it; None without this option."""
+
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """Load a state."""
 
@@ -66,14 +70,18 @@ class OptimizerState:
         Raises:
             RuntimeError: Other ranks have a part of it.
         """
-        layers = self._layers()
+        layers, kfac = self._layers(), self._kfac()
+        about: Entries = {"steps": self.steps}
+        if kfac is not None and (choice := kfac.saved_choice) is not None:
+            # Only numbers: method eigen_adam has no blocks.
+            about["choice"] = {k: v for k, v in choice.items() if k != "block_size"}
         found: dict[Tensor, Entries] = {}
         for name, layer in self._run.layers.items():
-            entries = found.setdefault(layer.weight, {"steps": self.steps})
+            entries = found.setdefault(layer.weight, dict(about))
             # Layers may share a weight: the projections of attention are parts of one.
-            entries[str(len(entries) - 1)] = layers[name]
+            entries[str(len(entries) - len(about))] = layers[name]
             if layer.bias is not None:
-                found.setdefault(layer.bias, {"steps": self.steps})
+                found.setdefault(layer.bias, dict(about))
         return found
 
     def _layers(self) -> dict[str, Entries]:
@@ -144,6 +152,7 @@ class OptimizerState:
         layers: state.LayersState = {}
         left: list[str] = []
         steps: list[Any] = []
+        choice: dict[str, Any] = {}
         seen = dict.fromkeys(saved, 0)
         for name, layer in self._run.layers.items():
             entries = saved.get(layer.weight)
@@ -152,6 +161,8 @@ class OptimizerState:
             found = entries.get(str(seen[layer.weight]))
             seen[layer.weight] += 1
             steps.append(entries.get("steps"))
+            if isinstance(made := entries.get("choice"), Mapping):
+                choice = {"choice": {**made, "block_size": None}}
             if found is not None:
                 layers[name] = _unpack(name, found)
                 if layers[name].pop("left", False):
@@ -160,7 +171,9 @@ class OptimizerState:
             raise ValueError(
                 "EigenAdam: the parameters have states of different steps; load one state"
             )
-        kfac.load_state_dict({"steps": steps[0] if steps else 0, "layers": layers, "left": left})
+        kfac.load_state_dict(
+            {"steps": steps[0] if steps else 0, "layers": layers, "left": left} | choice
+        )
 
 
 def _leaves(entries: Entries, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -170,13 +170,13 @@ class KFAC:
         self.choice: Choice | None = None
         self._first_steps: FirstSteps | None = None
         self._build(model, self._options)
-        if self._coverage is not None:
-            self._take_waiting_state(self._coverage)
         if self._options["max_overhead"] is not None:
             names = [layer.name for layer in self._layers]
             self._first_steps = FirstSteps(names, self.collective, self._layers[0].weight.device)
             if self._capture is not None and self._capture.identity is not None:
                 self._capture.identity.due.clear()  # the time of statistics is measured
+        if self._coverage is not None:
+            self._take_waiting_state(self._coverage)
 
     def _build(
         self, model: nn.Module, options: KFACOptions, before: WriteBack | None = None
@@ -200,6 +200,7 @@ class KFAC:
         self._stepper = Stepper(parts, self.fisher, self._adaptive)
         hooks: list[Removable] = [parts.capture, parts.guards]
         if parts.coverage is not None:
+            parts.coverage.state = OptimizerState(self, parts.executor)
             hooks.append(parts.coverage)
         self._finalizer = claim(self, self._layers, hooks)
         # An attached KFAC is built again in a hook, where torch does not allow another hook.
@@ -208,7 +209,6 @@ class KFAC:
 
     def _take_waiting_state(self, coverage: Coverage) -> None:
         """Load what EigenAdam has loaded before there was a KFAC."""
-        coverage.state = OptimizerState(self, self._executor)
         optimizer = find_eigen_adam(self._optimizer)
         assert optimizer is not None
         try:
@@ -332,17 +332,22 @@ class KFAC:
             )
         if self._attachment is None:
             self._guards.order.check()
+        first = self._first_steps
         with without_autocast(self._layers[0].weight):
-            if self._first_steps is not None:
-                self._watch(self._first_steps)
-                return
-            self._stepper.run(
-                self.steps,
-                self._capture,
-                loss_scale,
-                track_cosine=self.track_cosine,
-                time_stages=self.time_stages,
-            )
+            if first is not None:
+                self._watch(first)
+            else:
+                self._stepper.run(
+                    self.steps,
+                    self._capture,
+                    loss_scale,
+                    track_cosine=self.track_cosine,
+                    time_stages=self.time_stages,
+                )
+        if self._coverage is not None:
+            self._coverage.is_waiting = first is not None
+        if first is not None:
+            return
         self.steps += 1
         self._capture.has_forward = False
         if self._coverage is not None and self._coverage.state is not None:
@@ -359,7 +364,8 @@ class KFAC:
         self._guards.see_gradients()
         if seen is not None:
             device, options = self._layers[0].weight.device, self._options
-            rates = measure(self.collective, device, options["method"])
+            adam = self._executor.solver.adam
+            rates = measure(self.collective, device, options["method"], adam)
             ranks = self.collective.world_size
             self._rebuild(choose_within_budget(self._layers, ranks, options, seen, rates))
 
@@ -642,9 +648,16 @@ class KFAC:
         if self._adaptive is not None:
             saved["damping"] = self._adaptive.value
         saved["left"] = sorted(self._executor.gradients.left)
-        if self._options["max_overhead"] is not None:
-            saved["choice"] = asdict(self.choice or NO_CHOICE)
+        if (choice := self.saved_choice) is not None:
+            saved["choice"] = choice
         return saved
+
+    @property
+    def saved_choice(self) -> dict[str, Any] | None:
+        """The choice of ``max_overhead`` as a state contains it; None without this option."""
+        if self._options["max_overhead"] is None:
+            return None
+        return asdict(self.choice or NO_CHOICE)
 
     @property
     def holds_whole_state(self) -> bool:

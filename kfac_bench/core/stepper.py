@@ -21,9 +21,10 @@ from kfac_bench.core.construction import KFACParts
 from kfac_bench.core.damping import LevenbergMarquardt, Trial
 from kfac_bench.core.distributed.collective import Collective
 from kfac_bench.core.distributed.dtensor import is_sharded
+from kfac_bench.core.execution.adam import AdamRule, orthogonalize_and_rotate, separated
 from kfac_bench.core.execution.executor import Request
 from kfac_bench.core.kernels import linalg
-from kfac_bench.core.planning.budget import SIZES, Rates, Seen
+from kfac_bench.core.planning.budget import SIZES, WIDE, Rates, Seen
 from kfac_bench.core.planning.plan import Decompose, Stage
 from kfac_bench.core.schedule import Settings
 
@@ -269,13 +270,16 @@ class FirstSteps:
         return Seen(dict(zip(self._names, rows, strict=True)), step_s, statistics_s)
 
 
-def measure(collective: Collective, device: torch.device, method: str) -> Rates:
+def measure(
+    collective: Collective, device: torch.device, method: str, adam: AdamRule | None = None
+) -> Rates:
     """Measure for about a second. All ranks call it, and get the rates of rank 0.
 
     Args:
         collective: The ranks.
         device: That of the layers.
         method: That of KFAC.
+        adam: The options of method eigen_adam.
     """
     small = torch.ones(8, dtype=torch.float32, device=device)
     calls = 100
@@ -290,11 +294,14 @@ def measure(collective: Collective, device: torch.device, method: str) -> Rates:
     target = torch.empty_like(source)
     seconds.append(8 * numel / _fastest(lambda: target.copy_(source), device))
     seconds += [_product_flops(n, device) for n in SIZES]
-    seconds += [_decompose_s(n, device, method) for n in SIZES]
+    seconds += [_decompose_s(n, device, method, adam) for n in SIZES]
+    for width in 1, WIDE:
+        seconds += [_orthogonalize_s(n, width * n, device, adam) for n in SIZES]
     seconds += _message_rates(collective, source)
     call_s, bytes_per_s, *rest = _of_rank_0(seconds, collective, device, "budget/rates")
     k = len(SIZES)
-    return Rates(call_s, bytes_per_s, tuple(rest[:k]), tuple(rest[k : 2 * k]), *rest[2 * k :])
+    products, decompositions, square, wide = (tuple(rest[i : i + k]) for i in range(0, 4 * k, k))
+    return Rates(call_s, bytes_per_s, products, decompositions, square, wide, *rest[4 * k :])
 
 
 def _of_rank_0(
@@ -314,14 +321,24 @@ def _product_flops(n: int, device: torch.device) -> float:
     return 8.0 * n**3 / _fastest(lambda: left @ right, device)
 
 
-def _decompose_s(n: int, device: torch.device, method: str) -> float:
+def _decompose_s(n: int, device: torch.device, method: str, adam: AdamRule | None) -> float:
     # The script may have set another default device and dtype.
     cpu = torch.Generator("cpu").manual_seed(0)
     rows = torch.randn(2 * n, n, generator=cpu, device="cpu", dtype=torch.float32).to(device)
     factor = rows.mT @ rows / len(rows)
     if method == "inverse":
         return _fastest(lambda: linalg.damped_inverse(factor, 1.0), device)
+    if adam is not None and adam.options["decomposition"] == "qr":
+        basis = linalg.eigendecompose(factor)[1]
+        return _fastest(lambda: linalg.orthogonal_iteration(separated(factor), basis), device)
     return _fastest(lambda: linalg.eigendecompose(factor), device)
+
+
+def _orthogonalize_s(m: int, n: int, device: torch.device, adam: AdamRule | None) -> float:
+    if adam is None or adam.options["orthogonalize"] == "none":
+        return 0.0
+    update = torch.eye(m, n, dtype=torch.float32, device=device)[None]
+    return _fastest(lambda: orthogonalize_and_rotate(update, None, None, adam), device)
 
 
 def _message_rates(collective: Collective, content: Tensor) -> list[float]:

@@ -183,10 +183,10 @@ def _check_budget(options: KFACOptions) -> None:
     budget = options["max_overhead"]
     if budget is None:
         return
-    if options["method"] in (EIGEN_ADAM, IDENTITY):
+    if options["method"] == IDENTITY:
         raise ValueError(
-            f"max_overhead={budget} with method={options['method']}, whose work cannot be divided "
-            "into blocks: choose inverse, eigen or ekfac, or max_overhead=None"
+            f"max_overhead={budget} with method=identity, which has no factors: choose another "
+            "method, or max_overhead=None"
         )
     if options["background"]:
         raise ValueError(

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kfac_bench import KFAC, eigen_adam
+from kfac_bench.core.stepper import WITH_STATISTICS, WITHOUT
 
 OPTIONS = {"damping": 0.03, "update_freq": 1, "factor_update_freq": 1}
 SCALE = 2.0**16
@@ -427,12 +428,26 @@ class TestWideLayers:
         assert "layer 2 has 600 x 601 weights and 64 rows per step" in str(seen[0].message)
         assert "max_overhead=0.5" in str(seen[0].message)
 
-    def test_eigen_adam_gets_the_remedy_that_it_accepts(self):
+    @pytest.mark.parametrize(
+        ("options", "remedy"),
+        [({}, "max_overhead=1"), ({"background": True}, "max_dim to fewer rows")],
+    )
+    def test_eigen_adam_gets_the_remedy_that_it_accepts(self, options, remedy):
         model = nn.Sequential(nn.Linear(20, 600), nn.Linear(600, 600), nn.Linear(600, 3))
-        optimizer = eigen_adam(model, kfac={"max_dim": 8192})
+        optimizer = eigen_adam(model, kfac=options)
         model(torch.randn(64, 20)).square().mean().backward()
-        with pytest.warns(UserWarning, match=r"64 rows per step\. Set max_dim to fewer rows"):
+        with pytest.warns(UserWarning, match=rf"64 rows per step\. Set {remedy}"):
             optimizer.step()
+
+    def test_a_budget_needs_no_warning(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 600), nn.Linear(600, 600), nn.Linear(600, 3))
+        optimizer = eigen_adam(model, kfac={"max_overhead": 1e9})
+        for _ in range(WITH_STATISTICS + WITHOUT + 1):
+            optimizer.zero_grad()
+            model(torch.randn(64, 20)).square().mean().backward()
+            optimizer.step()
+        assert optimizer.preconditioner.steps == 1
 
     def test_a_remedy_that_background_work_accepts(self):
         with pytest.warns(UserWarning, match=r"64 rows per step\. Set block_size=1024"):

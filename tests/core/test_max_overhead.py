@@ -14,9 +14,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
-from kfac_bench.core import KFAC, preconditioner, stepper
+from kfac_bench.core import KFAC, eigen_adam, preconditioner, stepper
+from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS
 from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
+from kfac_bench.core.eigen_adam_optimizer import KEY, EigenAdam
 from kfac_bench.core.planning.budget import SIZES, BudgetError, Choice, Rates
 from kfac_bench.core.stepper import WITH_STATISTICS, WITHOUT, measure
 from tests.support.distributed import run_ranks
@@ -101,6 +108,84 @@ def test_after_the_first_steps_it_is_the_kfac_of_the_chosen_options(clock):
     assert pinned.plan == kfac.plan
     assert train(model, optimizer, 9, WATCHED) == train(other, second, 9, WATCHED)
     assert str(kfac.choice) in str(kfac.report())
+
+
+TIGHT = 1.4 * WIDE / 1e-3
+"""A budget for two rotations by eigenvectors, of which max_dim must leave out some."""
+
+
+def eigen(max_overhead=TIGHT, model=None, **kfac):
+    model = net() if model is None else model
+    kfac = {"update_freq": 4, "factor_update_freq": 2, "max_overhead": max_overhead} | kfac
+    return model, eigen_adam(model, 0.01, weight_decay=0.1, kfac=kfac)
+
+
+def test_eigen_adam_makes_the_first_steps_as_adamw(clock):
+    alone = net()
+    adamw = torch.optim.AdamW(alone.parameters(), 0.01, (0.8, 0.95), weight_decay=0.1)
+    model, optimizer = eigen()
+    assert train(model, optimizer, WATCHED) == train(alone, adamw, WATCHED)
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert optimizer.preconditioner.choice is not None
+
+
+def test_eigen_adam_then_has_the_chosen_options_and_no_moments_of_adamw(clock):
+    model, optimizer = eigen()
+    train(model, optimizer, WATCHED)
+    choice = asdict(optimizer.preconditioner.choice)
+    assert choice["max_dim"] < 48
+    assert choice["block_size"] is None
+    assert choice.pop("overhead") <= TIGHT
+    _, pinned = eigen(None, other := copy.deepcopy(model), **choice)
+    assert train(model, optimizer, 9, WATCHED) == train(other, pinned, 9, WATCHED)
+    assert all(entry.keys() == {KEY} for entry in optimizer.state.values())
+
+
+@pytest.mark.parametrize("finished", [3, WATCHED, WATCHED + 3])
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_state_of_eigen_adam_keeps_the_choice(clock, finished, is_built):
+    """``is_built``: whether the KFAC exists before the state is loaded."""
+    model, optimizer = eigen()
+    train(model, optimizer, finished)
+    saved = copy.deepcopy(optimizer.state_dict())
+    again = copy.deepcopy(model)
+    want = train(model, optimizer, 6, finished)
+    if is_built:
+        _, second = eigen(model=again)
+        second.load_state_dict(saved)
+        kfac = second.preconditioner
+    else:
+        second = EigenAdam(again.parameters(), 0.01, weight_decay=0.1)
+        second.load_state_dict(saved)
+        keywords = KFAC_DEFAULTS | {"update_freq": 4, "factor_update_freq": 2}
+        kfac = KFAC(again, second, max_overhead=TIGHT, **keywords).attach()
+    if finished < WATCHED:  # the first steps begin again
+        assert (kfac.steps, kfac.choice) == (0, None)
+        train(again, second, WATCHED)
+        assert kfac.choice is not None
+        return
+    assert kfac.choice == optimizer.preconditioner.choice
+    assert train(again, second, 6, finished) == want
+
+
+@pytest.mark.parametrize("finished", [0, 3, WATCHED, WATCHED + 2])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_distributed_checkpoint_keeps_the_choice_of_eigen_adam(clock, tmp_path, finished):
+    model, optimizer = eigen(100.0)
+    train(model, optimizer, finished)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    dcp.save(get_optimizer_state_dict(model, optimizer, options=options), checkpoint_id=tmp_path)
+    again = copy.deepcopy(model)
+    want = train(model, optimizer, 4, finished)
+    _, resumed = eigen(100.0, again)
+    state = get_optimizer_state_dict(again, resumed, options=options)
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(again, resumed, state, options=options)
+    assert resumed.preconditioner.steps == max(0, finished - WATCHED)
+    if finished >= WATCHED:
+        assert resumed.preconditioner.choice == optimizer.preconditioner.choice
+        assert train(again, resumed, 4, finished) == want
 
 
 def test_rows_are_those_of_the_whole_step(clock, monkeypatch):
@@ -263,7 +348,7 @@ def test_a_budget_that_cannot_be_met_says_so(clock, monkeypatch):
         ({"max_overhead": 0}, "must be above 0"),
         ({"max_overhead": float("inf")}, "must be above 0 and finite"),
         ({"max_overhead": 0.5, "background": True}, "takes no time of a step"),
-        ({"max_overhead": 0.5, "method": "identity"}, "cannot be divided"),
+        ({"max_overhead": 0.5, "method": "identity"}, "has no factors"),
         ({"max_overhead": 0.5, "model_parallel": SingleProcess()}, "different intervals"),
     ],
 )
@@ -273,8 +358,12 @@ def test_options_that_do_not_fit_are_refused(options, message):
         KFAC(model, sgd(model), **options)
 
 
-def test_measured_rates_are_possible():
-    rates = measure(SingleProcess(), torch.device("cpu"), "inverse")
+@pytest.mark.parametrize("method", ["inverse", "eigen_adam"])
+def test_measured_rates_are_possible(method):
+    adam = EigenAdam(net().parameters()).rule if method == "eigen_adam" else None
+    rates = measure(SingleProcess(), torch.device("cpu"), method, adam)
+    of_updates = rates.orthogonalize_s + rates.orthogonalize_wide_s
+    assert all(seconds > 1e-7 for seconds in of_updates) == (adam is not None)
     assert 1e-8 < rates.call_s < 1e-3
     assert 1e7 < rates.bytes_per_s < 1e13
     assert all(1e6 < rate < 1e14 for rate in rates.product_flops)
@@ -282,14 +371,17 @@ def test_measured_rates_are_possible():
     assert rates.decompose_s[-1] > rates.decompose_s[0]
 
 
-def two_ranks():
+def two_ranks(method):
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
     model = net()
-    optimizer = sgd(model)
-    kfac = KFAC(
-        model, optimizer, max_overhead=10.0, update_freq=4, factor_update_freq=2, spread=False
-    )
+    options = {"update_freq": 4, "factor_update_freq": 2, "spread": False, "max_overhead": 10.0}
+    if method == "eigen_adam":
+        optimizer = EigenAdam(model.parameters(), 0.01)
+        kfac = KFAC(model, optimizer, **KFAC_DEFAULTS | options)
+    else:
+        optimizer = sgd(model)
+        kfac = KFAC(model, optimizer, method=method, **options)
     for step in range(WATCHED + 3):
         g = torch.Generator().manual_seed(10 * step + rank)
         optimizer.zero_grad()
@@ -299,7 +391,7 @@ def two_ranks():
             p.grad /= 2
         kfac.step()
         optimizer.step()
-    rates = measure(TorchCollective(), torch.device("cpu"), "inverse")
+    rates = measure(TorchCollective(), torch.device("cpu"), method, kfac._executor.solver.adam)
     return kfac.choice, kfac.plan.digest(), rates, [p.detach() for p in model.parameters()]
 
 
@@ -338,8 +430,9 @@ def test_the_first_steps_with_overlap_send_equal_messages():
         assert torch.equal(p, q)
 
 
-def test_all_ranks_take_the_choice_of_rank_0():
-    first, second = run_ranks(2, two_ranks)
+@pytest.mark.parametrize("method", ["inverse", "eigen_adam"])
+def test_all_ranks_take_the_choice_of_rank_0(method):
+    first, second = run_ranks(2, two_ranks, method)
     assert first[:3] == second[:3]
     assert first[2].message_s > 0
     for p, q in zip(first[3], second[3], strict=True):

@@ -183,13 +183,13 @@ def direction(
     update.div_(root.add_(second.mean((-2, -1), keepdim=True).mul_(square) / root))
     back_a, back_g = None if a is None else a.mT, None if g is None else g.mT
     if is_orthogonalized:
-        update = _orthogonalize_and_rotate(update, back_a, back_g, rule)
+        update = orthogonalize_and_rotate(update, back_a, back_g, rule)
     else:
         update = linalg.rotate(update.mul_(rule.options["scale"]), back_a, back_g)
     return update if limit is None else linalg.clip_root_mean_square(update, limit)
 
 
-def _orthogonalize_and_rotate(
+def orthogonalize_and_rotate(
     update: Tensor, a: Tensor | None, g: Tensor | None, rule: AdamRule
 ) -> Tensor:
     """Return g^T X a; X is ``update`` with its singular values moved towards 1, and scaled."""

@@ -64,6 +64,9 @@ class Solver:
         store: What the rank holds.
         factored_damping: The option of KFAC.
         adam: The options of method eigen_adam.
+
+    Attributes:
+        adam: The same.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Solver:
     ) -> None:
         self._store, self._method = store, store.method
         self._has_factored_damping = factored_damping
-        self._adam = adam
+        self.adam = adam
         # Decompositions that failed in float32 and float64, since the start.
         self.failed = 0
         # Failures so far; also the thread of background=True counts.
@@ -107,7 +110,7 @@ class Solver:
 
     def _bases(self, keys: Sequence[FactorKey]) -> tuple[Tensor, ...]:
         """Return the eigenvectors from which one QR step starts; nothing if eigh is due."""
-        if self._adam is None or self._adam.options["decomposition"] != "qr":
+        if self.adam is None or self.adam.options["decomposition"] != "qr":
             return ()
         old = [self._store.decompositions.get(key) for key in keys]
         eigen = [each for each in old if isinstance(each, Eigen)]
@@ -145,7 +148,7 @@ class Solver:
         if self._method == "inverse":
             inverse = linalg.damped_inverse(stacked, torch.cat(batch.dampings))
             return Inverse(inverse).split(sizes)
-        if self._adam is not None:
+        if self.adam is not None:
             stacked = adam.separated(stacked)
         if batch.bases:
             return Eigen(*linalg.orthogonal_iteration(stacked, stack(batch.bases))).split(sizes)
@@ -213,7 +216,7 @@ class Solver:
             adam_options: By layer, for method eigen_adam.
             is_scaled: Whether there is a loss scale, so that gradients may have overflowed.
         """
-        if self._adam is not None:
+        if self.adam is not None:
             return self._adam_step(specs, grad, adam_options or {}, is_scaled)
         if self._method == IDENTITY:
             return grad
@@ -237,7 +240,7 @@ class Solver:
         """Return :meth:`KFAC.conditions` of the layers whose decompositions this rank keeps."""
         has_new = self._store.received > self._judged
         self._judged = self._store.received
-        if not has_new or self._adam is not None or self._method == IDENTITY:
+        if not has_new or self.adam is not None or self._method == IDENTITY:
             return {}
         found: dict[str, Tensor] = {}
         for spec in filter(self._store.is_decomposed, specs):
@@ -284,7 +287,7 @@ class Solver:
         is_scaled: bool,
     ) -> Tensor:
         """Return the direction of Adam in the eigenbasis, and count the step."""
-        assert self._adam is not None
+        assert self.adam is not None
         is_batch = all(map(self._store.is_decomposed, specs)) or len(specs) == 1
         moments = self._store.stacked_adam(specs, grad) if is_batch else None
         of_groups = {options.get(spec.name) for spec in specs}
@@ -292,7 +295,7 @@ class Solver:
             parts = torch.split(grad, [spec.groups for spec in specs])
             each = zip(specs, parts, strict=True)
             return torch.cat([self._adam_step([s], part, options, is_scaled) for s, part in each])
-        rule, lr, own = self._adam, 0.0, of_groups.pop()
+        rule, lr, own = self.adam, 0.0, of_groups.pop()
         if own is not None:
             rule, lr = replace(rule, betas=own.betas, eps=own.eps), own.lr
         a, g = self._bases_of(specs)

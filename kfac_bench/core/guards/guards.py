@@ -50,7 +50,8 @@ class Guards:
         collective: The ranks of the plan; rank 0 gives the warnings.
         leave: Leaves layers, by name, to the optimizer.
         sees_moments: Whether the raw moments are complete and unscaled when a step starts.
-        sees_rows: Whether the statistics count all rows of a layer's inputs.
+        checks_width: Whether to warn of wide layers: statistics count all rows of a layer's inputs,
+            and the user has set no ``max_overhead``.
         can_limit: Whether a KFAC with these options could have ``max_overhead``, too.
     """
 
@@ -65,7 +66,7 @@ class Guards:
         leave: Callable[[set[str]], None],
         *,
         sees_moments: bool,
-        sees_rows: bool,
+        checks_width: bool,
         can_limit: bool,
     ) -> None:
         self.order = StepOrder(layers)
@@ -78,7 +79,7 @@ class Guards:
         self._scale = LossScaleCheck(computed[-1], identity) if identity and computed else None
         self._mean = MeanCheck() if identity and sees_moments else None
         self._width = None
-        if sees_rows:
+        if checks_width:
             self._width = _WidthCheck(layers, plan, collective.rank, can_limit=can_limit)
         self._unscaling: LaterUnscaling | None = None
         self._dtypes: dict[str, torch.dtype] = {}
@@ -171,8 +172,11 @@ class _WidthCheck:
 
     def __init__(self, layers: Sequence[Layer], plan: Plan, rank: int, *, can_limit: bool) -> None:
         self._specs = [layer.spec for layer in layers]
+        is_eigen_adam = plan.method == EIGEN_ADAM
         self._advice = "Set max_overhead=0.5, which limits the time of K-FAC to half a step"
-        if plan.method == EIGEN_ADAM:  # its work cannot be divided, so max_overhead is refused
+        if can_limit and is_eigen_adam:  # the orthogonalization of updates often takes half a step
+            self._advice = "Set max_overhead=1, which limits the time of K-FAC to that of a step"
+        elif is_eigen_adam:
             self._advice = "Set max_dim to fewer rows than the layer has"
         elif not can_limit:
             self._advice = "Set block_size=1024, which divides large factors"

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from kfac_bench.core.planning.estimate import factor_numel, flops, wire_bytes_of
-from kfac_bench.core.planning.layer_spec import FACTORS, LayerSpec
+from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
 from kfac_bench.core.planning.plan import (
+    EIGEN_ADAM,
     ComputeFactor,
     Decompose,
     Message,
@@ -32,11 +33,17 @@ WRITE_PASSES = 9
 """Number of times that a gradient is read or written in a step, beside the products themselves."""
 FACTOR_PASSES = 6
 """Number of times that a factor is read or written when a statistic enters its running average."""
+ADAM_CALLS, ADAM_PASSES = 30, 20
+"""Small operations of method eigen_adam for each op, and times that it reads or writes a gradient:
+more than other methods, less those of AdamW, whose update it replaces."""
 ROW_PASSES = 3
 """Number of times that a row of a or g is read or written for a statistic."""
 
 BLOCKS = (4096, 2048, 1024, 512, 256)
 """Rows of blocks that may be chosen. Smaller blocks need more steps to the same loss."""
+WIDE = 4
+"""Columns per row of the wide matrices whose orthogonalization is timed, beside that of square
+ones."""
 STRETCHES = (1, 2, 5, 10)
 """Factors of both intervals that may be chosen."""
 
@@ -53,6 +60,10 @@ class Rates:
     """Operations per second of a product [n, n] @ [n, 4n], by the n of :data:`SIZES`."""
     decompose_s: tuple[float, ...]
     """Seconds of one decomposition of an [n, n] factor, by the n of :data:`SIZES`."""
+    orthogonalize_s: tuple[float, ...] = (0.0,) * len(SIZES)
+    """Seconds to orthogonalize an update [n, n] of method eigen_adam, by the n of :data:`SIZES`."""
+    orthogonalize_wide_s: tuple[float, ...] = (0.0,) * len(SIZES)
+    """Seconds to orthogonalize an update [n, WIDE n]."""
     message_s: float = 0.0
     """Seconds of a message without content; 0 in one process."""
     message_bytes_per_s: float = math.inf
@@ -65,6 +76,13 @@ class Rates:
     def decomposition_s(self, n: int) -> float:
         """Return the seconds of one decomposition of an [n, n] factor."""
         return _interpolated(self.decompose_s, n, power=3)
+
+    def orthogonalization_s(self, small: int, large: int) -> float:
+        """Return the seconds to orthogonalize an update with these sides: linear in ``large``."""
+        square = _interpolated(self.orthogonalize_s, small, power=3)
+        wide = _interpolated(self.orthogonalize_wide_s, small, power=3)
+        more = max(0.0, wide - square)  # a measurement may say that less work takes longer
+        return square + more * (large / small - 1) / (WIDE - 1)
 
     def pass_s(self, numel: float) -> float:
         """Return the seconds in which float32 elements are read or written once."""
@@ -138,16 +156,20 @@ def _op_seconds(op: Op, method: str, rows: Mapping[str, float], rates: Rates) ->
             touched += FACTOR_PASSES * factor_numel(spec, factor)
             return FACTOR_CALLS * rates.call_s + dense + rates.pass_s(touched)
         case Decompose(_, members):
-            return DECOMPOSE_CALLS * rates.call_s + sum(
-                spec.groups * rates.decomposition_s(spec.dim(f))
-                for spec, f in members
-                if not spec.is_diagonal(f)
-            )
+            seconds = DECOMPOSE_CALLS * rates.call_s
+            for spec, f in members:
+                if not spec.is_diagonal(f):
+                    seconds += spec.groups * rates.decomposition_s(spec.dim(f))
+                    seconds += _change_of_basis_s(spec, f, method, rates)
+            return seconds
         case Precondition(_, specs):
             products = 1 if method == "inverse" else 2
-            return PRECONDITION_CALLS * rates.call_s + products * sum(
-                _product_seconds(spec, rates) for spec in specs
-            )
+            seconds = PRECONDITION_CALLS * rates.call_s
+            seconds += products * sum(_product_seconds(spec, rates) for spec in specs)
+            if method == EIGEN_ADAM:
+                seconds += ADAM_CALLS * rates.call_s
+                seconds += sum(_adam_seconds(spec, rates) for spec in specs)
+            return seconds
         case Message():
             return rates.message_s + wire_bytes_of(op) / rates.message_bytes_per_s
     return rates.call_s
@@ -167,6 +189,23 @@ def _product_seconds(spec: LayerSpec, rates: Rates) -> float:
         if spec.blocks(side):  # the parts are joined
             total += rates.pass_s(2 * spec.grad_numel)
     return total
+
+
+def _adam_seconds(spec: LayerSpec, rates: Rates) -> float:
+    """Return the seconds of method eigen_adam between the rotations of a layer."""
+    seconds = rates.pass_s(ADAM_PASSES * spec.grad_numel)
+    if spec.is_orthogonalized:
+        sides = sorted((spec.g_dim, spec.a_dim))
+        seconds += spec.groups * rates.orthogonalization_s(*sides)
+    return seconds
+
+
+def _change_of_basis_s(spec: LayerSpec, factor: Factor, method: str, rates: Rates) -> float:
+    """Return the seconds in which method eigen_adam expresses its moments in a new basis."""
+    if method != EIGEN_ADAM:
+        return 0.0
+    n = spec.dim(factor)
+    return rates.product_s(2.0 * spec.groups * n**3 + 4.0 * spec.grad_numel * n, n)
 
 
 @dataclass(frozen=True)
@@ -221,7 +260,8 @@ def choose(
     as_given = plan_of(options.max_dim, options.block_size)
     # A call takes time on every device; only imagined rates may be 0.
     modelled = stage_seconds(as_given, seen.rows, rates)[Stage.FACTORS] or 1.0
-    for max_dim, block_size in product(_dims(as_given, options), _blocks(options)):
+    blocks = [None] if as_given.method == EIGEN_ADAM else _blocks(options)
+    for max_dim, block_size in product(_dims(as_given, options), blocks):
         plan = plan_of(max_dim, block_size)
         seconds = stage_seconds(plan, seen.rows, rates)
         # The kernels of convolutions are faster than the model, so it gives only the ratio.
@@ -238,6 +278,7 @@ def choose(
                 intervals = stretch * options.factor_update_freq, stretch * options.update_freq
                 best = penalty, Choice(max_dim, block_size, *intervals, overhead)
     if best is None:
+        cheapest = math.ceil(100 * cheapest) / 100  # a budget of this size is enough
         raise BudgetError(
             f"max_overhead={budget:g} cannot be met: the cheapest plan takes {cheapest:.2f} of a "
             f"step, which takes {1000 * seen.step_s:.3g} ms without K-FAC. Set max_overhead to at "

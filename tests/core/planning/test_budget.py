@@ -57,6 +57,44 @@ def test_blocks_and_diagonals_take_their_own_products():
     assert got == pytest.approx(want)
 
 
+def test_eigen_adam_rotates_twice_and_orthogonalizes_between():
+    specs = LAYERS[0], replace(LAYERS[1], orthogonal_steps=3)
+    times = {"orthogonalize_s": (1.0, 2.0, 4.0, 8.0), "orthogonalize_wide_s": (2.0, 4.0, 8.0, 16.0)}
+    plan = plan_of(layers=specs, method="eigen_adam")
+    got = stage_seconds(plan, {}, replace(PRODUCTS, **times))[Stage.PRECONDITION]
+    rotations = 2 * (products_s(LAYERS[0], 64, 32) + products_s(LAYERS[1], 1024, 512))
+    # 512 rows lie in the middle of 256 and 1024; 1024 columns are a third of the way to 4 x 512.
+    assert got == pytest.approx(rotations + math.sqrt(32) * (1 + 1 / 3))
+
+
+def test_a_wider_update_never_takes_less_time():
+    rates = replace(FREE, orthogonalize_s=(1.0,) * 4, orthogonalize_wide_s=(0.5,) * 4)
+    assert rates.orthogonalization_s(64, 6400) == 1.0
+
+
+def test_max_dim_saves_rotations_of_eigen_adam_and_no_orthogonalization():
+    layers = (replace(LAYERS[1], orthogonal_steps=3),)
+    rates = replace(PRODUCTS, orthogonalize_s=(1e-3,) * 4, orthogonalize_wide_s=(1e-3,) * 4)
+
+    def plan_within(max_dim, block_size):
+        return plan_of(max_dim, block_size, method="eigen_adam", layers=layers)
+
+    options = Choice(8192, None, 40, 40, 0.0)
+    one_side = 1e-3 + 2 * products_s(LAYERS[1], 0, 512)
+    choice = choose(1.1 * one_side, options, plan_within, seen(), rates)
+    assert (choice.max_dim, choice.block_size) == (1023, None)
+    assert 0.9 * one_side < choice.overhead <= 1.1 * one_side
+    with pytest.raises(BudgetError, match=r"the cheapest plan takes 0\.01 of"):
+        choose(0.9e-3, options, plan_within, seen(step_s=1.0), rates)
+
+
+def test_a_new_basis_of_eigen_adam_takes_products_with_both_moments():
+    plan = plan_of(layers=LAYERS[:1], method="eigen_adam")
+    got = stage_seconds(plan, {}, PRODUCTS)[Stage.DECOMPOSE]
+    want = sum(2e-9 * n**3 + 4e-9 * 64 * 32 * n for n in (64, 32))
+    assert got == pytest.approx(want)
+
+
 def test_small_layers_take_a_fixed_time():
     calls = replace(FREE, call_s=1e-6)
     one = stage_seconds(plan_of(layers=LAYERS[:1]), {}, calls)[Stage.PRECONDITION]
