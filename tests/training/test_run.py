@@ -191,8 +191,9 @@ def test_the_hash_of_weights_counts_names():
     assert one != other
 
 
-def test_a_choice_within_a_budget_is_recorded_once_and_kept(tmp_path, capsys):
-    ample = (*KFAC, "kfac.max_overhead=1000")
+@pytest.mark.parametrize("method", ["kfac inverse", "eigen_adam"])
+def test_a_choice_within_a_budget_is_recorded_once_and_kept(tmp_path, capsys, method):
+    ample = (*METHODS[method], "kfac.max_overhead=1000")
     _, path = train(tmp_path, *ample, "trainer.max_steps=8")
     _, again = train(tmp_path, *ample, "trainer.max_steps=10", f"resume={path}")
     (chosen,) = of_kind(path, PlanChosen)
