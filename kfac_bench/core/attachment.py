@@ -42,6 +42,7 @@ class Attachment:
         optimizer: The optimizer, perhaps in the wrapper of a framework.
         precondition: Runs K-FAC on the gradients; its argument is the loss scale of the statistics.
         scaler: The GradScaler, if it multiplies the loss.
+        has_forward: Returns whether the model has run since K-FAC ran last.
 
     Raises:
         TypeError: The object has no ``step()`` that takes hooks.
@@ -52,8 +53,9 @@ class Attachment:
         optimizer: Optimizer,
         precondition: Callable[[LossScale], None],
         scaler: Scaler | None,
+        has_forward: Callable[[], bool],
     ) -> None:
-        self._precondition, self._scaler = precondition, scaler
+        self._precondition, self._scaler, self._has_forward = precondition, scaler, has_forward
         inner = innermost(optimizer)
         if not isinstance(inner, Optimizer):
             raise TypeError(
@@ -108,9 +110,10 @@ class Attachment:
         return closure_then_precondition
 
     def _run(self, optimizer: Optimizer) -> None:
-        if self._has_run:
+        if self._has_run and not self._has_forward():
             # The step of a subclass may change the gradients and then call the step of its parent.
-            # torch runs the hooks there, too, if the parent class was ever instantiated.
+            # torch runs the hooks there, too, if the parent class was ever instantiated. After a
+            # forward this is another step: an error, such as Ctrl-C, has ended the last one.
             return
         scale = unscale_fused(optimizer)
         if self._scaler is not None:

@@ -260,7 +260,9 @@ class KFAC:
                 "before optimizer.step()"
             )
         try:
-            self._attachment = Attachment(self._optimizer, self._step_in_hook, scaler)
+            self._attachment = Attachment(
+                self._optimizer, self._step_in_hook, scaler, self._has_new_forward
+            )
         except TypeError:
             # In KFAC(...).attach() nobody else has this object, so nobody else could detach it.
             self.detach()
@@ -309,6 +311,9 @@ class KFAC:
         else:
             self._step(loss_scale)
 
+    def _has_new_forward(self) -> bool:
+        return self._capture is not None and self._capture.has_forward
+
     def _makes_state(self) -> bool:
         """Return whether the optimizer steps without a backward, only to make its state.
 
@@ -344,12 +349,12 @@ class KFAC:
                     track_cosine=self.track_cosine,
                     time_stages=self.time_stages,
                 )
+        self._capture.has_forward = False
         if self._coverage is not None:
             self._coverage.is_waiting = first is not None
         if first is not None:
             return
         self.steps += 1
-        self._capture.has_forward = False
         if self._coverage is not None and self._coverage.state is not None:
             self._coverage.state.forget()
         self._capture.enabled = self._schedules.factors_due(self.steps)

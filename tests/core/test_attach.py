@@ -1,6 +1,7 @@
 """The one-line form gives the same weights as the two-line form, in every way of stepping."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -148,6 +149,24 @@ def test_kfac_runs_once_in_a_step_that_calls_the_step_of_its_parent(as_closure):
             backward()
         optimizer.step(backward if as_closure else None)
     assert kfac.steps == STEPS
+
+
+def test_kfac_runs_in_the_step_after_one_that_an_error_ended():
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure=None):
+            if step == 1:
+                raise ArithmeticError
+            return super().step(closure)
+
+    model, _ = new()
+    optimizer = Interrupted(model.parameters(), lr=0.1)
+    kfac = KFAC(model, optimizer, **OPTIONS).attach()
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        with pytest.raises(ArithmeticError) if step == 1 else nullcontext():
+            optimizer.step()
+    assert kfac.steps == 3
 
 
 @ALL
