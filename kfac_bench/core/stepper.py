@@ -24,7 +24,7 @@ from kfac_bench.core.distributed.dtensor import is_sharded
 from kfac_bench.core.execution.adam import AdamRule, orthogonalize_and_rotate, separated
 from kfac_bench.core.execution.executor import Request
 from kfac_bench.core.kernels import linalg
-from kfac_bench.core.planning.budget import SIZES, WIDE, Rates, Seen
+from kfac_bench.core.planning.budget import SIZES, WIDE, Rates, Seen, UpdateRates
 from kfac_bench.core.planning.plan import Decompose, Stage
 from kfac_bench.core.schedule import Settings
 
@@ -295,13 +295,17 @@ def measure(
     seconds.append(8 * numel / _fastest(lambda: target.copy_(source), device))
     seconds += [_product_flops(n, device) for n in SIZES]
     seconds += [_decompose_s(n, device, method, adam) for n in SIZES]
-    for width in 1, WIDE:
-        seconds += [_orthogonalize_s(n, width * n, device, adam) for n in SIZES]
+    seconds += [0.0] * 3 * len(SIZES) if adam is None else _update_rates(device, adam)
     seconds += _message_rates(collective, source)
-    call_s, bytes_per_s, *rest = _of_rank_0(seconds, collective, device, "budget/rates")
+    call_s, bytes_per_s, *rest, message_s, message_bytes_per_s = _of_rank_0(
+        seconds, collective, device, "budget/rates"
+    )
     k = len(SIZES)
-    products, decompositions, square, wide = (tuple(rest[i : i + k]) for i in range(0, 4 * k, k))
-    return Rates(call_s, bytes_per_s, products, decompositions, square, wide, *rest[4 * k :])
+    products, decompositions, *of_updates = (tuple(rest[i : i + k]) for i in range(0, 5 * k, k))
+    updates = None if adam is None else UpdateRates(*of_updates)
+    return Rates(
+        call_s, bytes_per_s, products, decompositions, message_s, message_bytes_per_s, updates
+    )
 
 
 def _of_rank_0(
@@ -316,8 +320,8 @@ def _of_rank_0(
     return found
 
 
-def _product_flops(n: int, device: torch.device) -> float:
-    left, right = (torch.ones(n, k, dtype=torch.float32, device=device) for k in (n, 4 * n))
+def _product_flops(n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+    left, right = (torch.ones(n, k, dtype=dtype, device=device) for k in (n, 4 * n))
     return 8.0 * n**3 / _fastest(lambda: left @ right, device)
 
 
@@ -334,9 +338,14 @@ def _decompose_s(n: int, device: torch.device, method: str, adam: AdamRule | Non
     return _fastest(lambda: linalg.eigendecompose(factor), device)
 
 
-def _orthogonalize_s(m: int, n: int, device: torch.device, adam: AdamRule | None) -> float:
-    if adam is None or adam.options["orthogonalize"] == "none":
-        return 0.0
+def _update_rates(device: torch.device, adam: AdamRule) -> list[float]:
+    found = [_product_flops(n, device, adam.dtype_of_orthogonalized(n)) for n in SIZES]
+    for width in 1, WIDE:
+        found += [_orthogonalize_s(n, width * n, device, adam) for n in SIZES]
+    return found
+
+
+def _orthogonalize_s(m: int, n: int, device: torch.device, adam: AdamRule) -> float:
     update = torch.eye(m, n, dtype=torch.float32, device=device)[None]
     return _fastest(lambda: orthogonalize_and_rotate(update, None, None, adam), device)
 

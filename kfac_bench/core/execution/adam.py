@@ -48,6 +48,11 @@ class AdamRule:
     has_bfloat16: bool = False
     """True if large float32 updates are orthogonalized and rotated back in bfloat16."""
 
+    def dtype_of_orthogonalized(self, rows: int) -> torch.dtype:
+        """Return the dtype in which a float32 update is orthogonalized; ``rows`` are the fewer."""
+        is_large = self.has_bfloat16 and rows >= BFLOAT16_ROWS
+        return torch.bfloat16 if is_large else torch.float32
+
     def limit(self, lr: float, fan_in: int) -> float | None:
         """Return the largest root mean square of a direction; None: there is no limit."""
         clip = self.options["update_clip"]
@@ -195,8 +200,8 @@ def orthogonalize_and_rotate(
     """Return g^T X a; X is ``update`` with its singular values moved towards 1, and scaled."""
     steps = rule.options["orthogonal_steps"]
     scale = rule.options["orthogonal_scale"] * max(update.shape[-2:]) ** 0.5
-    is_large = update.dtype == torch.float32 and min(update.shape[-2:]) >= BFLOAT16_ROWS
-    if rule.has_bfloat16 and is_large:
+    dtype = rule.dtype_of_orthogonalized(min(update.shape[-2:]))
+    if update.dtype == torch.float32 and dtype == torch.bfloat16:
         # The singular values of X are about equal, so rounding changes no direction by much. Not so
         # the gradient: in some directions it is far smaller than in others, so float32 rotates it.
         x = linalg.orthogonalize(update, steps, torch.bfloat16)

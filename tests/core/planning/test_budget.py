@@ -13,6 +13,7 @@ from kfac_bench.core.planning.budget import (
     Choice,
     Rates,
     Seen,
+    UpdateRates,
     choose,
     stage_seconds,
 )
@@ -59,28 +60,29 @@ def test_blocks_and_diagonals_take_their_own_products():
 
 def test_eigen_adam_rotates_twice_and_orthogonalizes_between():
     specs = LAYERS[0], replace(LAYERS[1], orthogonal_steps=3)
-    times = {"orthogonalize_s": (1.0, 2.0, 4.0, 8.0), "orthogonalize_wide_s": (2.0, 4.0, 8.0, 16.0)}
+    updates = UpdateRates((4e9,) * len(SIZES), (1.0, 2.0, 4.0, 8.0), (2.0, 4.0, 8.0, 16.0))
     plan = plan_of(layers=specs, method="eigen_adam")
-    got = stage_seconds(plan, {}, replace(PRODUCTS, **times))[Stage.PRECONDITION]
-    rotations = 2 * (products_s(LAYERS[0], 64, 32) + products_s(LAYERS[1], 1024, 512))
+    got = stage_seconds(plan, {}, replace(PRODUCTS, updates=updates))[Stage.PRECONDITION]
+    rotations = 2 * products_s(LAYERS[0], 64, 32) + 1.25 * products_s(LAYERS[1], 1024, 512)
     # 512 rows lie in the middle of 256 and 1024; 1024 columns are a third of the way to 4 x 512.
     assert got == pytest.approx(rotations + math.sqrt(32) * (1 + 1 / 3))
 
 
 def test_a_wider_update_never_takes_less_time():
-    rates = replace(FREE, orthogonalize_s=(1.0,) * 4, orthogonalize_wide_s=(0.5,) * 4)
-    assert rates.orthogonalization_s(64, 6400) == 1.0
+    rates = UpdateRates(FREE.product_flops, (1.0,) * len(SIZES), (0.5,) * len(SIZES))
+    assert rates.seconds(64, 6400) == 1.0
 
 
 def test_max_dim_saves_rotations_of_eigen_adam_and_no_orthogonalization():
     layers = (replace(LAYERS[1], orthogonal_steps=3),)
-    rates = replace(PRODUCTS, orthogonalize_s=(1e-3,) * 4, orthogonalize_wide_s=(1e-3,) * 4)
+    times = (1e-3,) * len(SIZES)
+    rates = replace(PRODUCTS, updates=UpdateRates(FREE.product_flops, times, times))
 
     def plan_within(max_dim, block_size):
         return plan_of(max_dim, block_size, method="eigen_adam", layers=layers)
 
     options = Choice(8192, None, 40, 40, 0.0)
-    one_side = 1e-3 + 2 * products_s(LAYERS[1], 0, 512)
+    one_side = 1e-3 + products_s(LAYERS[1], 0, 512)
     choice = choose(1.1 * one_side, options, plan_within, seen(), rates)
     assert (choice.max_dim, choice.block_size) == (1023, None)
     assert 0.9 * one_side < choice.overhead <= 1.1 * one_side
