@@ -196,3 +196,6 @@ def test_the_validation_script_reproduces_the_calibrated_hardware_file(
     ]
     assert len(efficiencies) == 2
     assert sum(map(abs, efficiencies)) / 2 < 6
+    page = (compose.CONF_DIR.parent / "docs" / "lab" / "simulation.md").read_text()
+    made = [line for line in out.read_text().splitlines() if not line.startswith("| Table 5, ")]
+    assert all(line in page for line in made)

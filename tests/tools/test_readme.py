@@ -214,7 +214,8 @@ def pages_have_the_ratios_of(times):
             f"it is {ratio(poisson, 'AdamW')} faster than AdamW, and KL-Shampoo is "
             f"{ratio(poisson, 'K-FAC', 'KL-Shampoo')} faster than K-FAC",
             f"it is {ratio(mixer, 'AdamW')} faster than AdamW, and KL-Shampoo is "
-            f"{ratio(mixer, 'K-FAC', 'KL-Shampoo')} faster than K-FAC",
+            f"{ratio(mixer, 'K-FAC', 'KL-Shampoo')} faster than K-FAC, EigenAdam "
+            f"{ratio(mixer, 'K-FAC', 'EigenAdam')}",
             f"Muon is {ratio(words, 'K-FAC', 'Muon')} to {ratio(dates, 'K-FAC', 'Muon')} faster",
         ),
         "how-to/eigen_adam.md": (
