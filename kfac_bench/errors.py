@@ -6,7 +6,13 @@ import os
 _SHORTAGES = (
     (
         errno.ENOMEM,
-        ("can't allocate memory", "cannot allocate memory", "out of memory", "not enough memory"),
+        (
+            "can't allocate memory",
+            "cannot allocate memory",
+            "out of memory",
+            "not enough memory",
+            "storage size calculation overflowed",  # also in a dry run, which allocates nothing
+        ),
         "the machine or a limit (ulimit -v, a cgroup) gives no more memory. Use a smaller "
         "trainer.batch_size, a larger trainer.accumulate, or fewer data.workers",
     ),

@@ -99,7 +99,8 @@ def _study(options: argparse.Namespace) -> int:
     if not is_whole or tasks:
         words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
         words += ["--tasks", options.tasks] if not is_whole and tasks else []
-        say_next(command_line(f"{PROGRAM} study", words), "the runs that are missing")
+        why = "the other tasks" if is_whole else "the runs that are missing"
+        say_next(command_line(f"{PROGRAM} study", words), why)
     elif options.results:
         say_next(command_line(f"{PROGRAM} tables", words), "the scores")
     return 0
@@ -145,9 +146,9 @@ def _tables(options: argparse.Namespace) -> int:
             write_text(path, drawn)
             say(f"figure: {path}")
     words = [options.benchmark, "--results", options.results]
-    if figures:
+    if figures and contest_tables.missing(result):
         say_next(command_line(f"{PROGRAM} study", words), "the runs that are missing")
-    else:
+    elif not figures:
         words += ["--svg", f"{options.benchmark}.svg"]
         say_next(command_line(f"{PROGRAM} tables", words), "draws the figure")
     return 0

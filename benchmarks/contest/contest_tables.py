@@ -198,13 +198,13 @@ def _scores(result: ContestResult, times: StudyTimes) -> Table:
         "bootstrap interval over studies, resampled for each task and optimizer",
         f"r: median seconds to target over those of the task's best optimizer; inf if half missed. "
         f"The last column lists the tasks with r above {NEAR:g}",
-        *_missing(result),
+        *missing(result),
     ]
     title = f"Scores: {result.benchmark.title}"
     return Table(title, columns, rows, notes)
 
 
-def _missing(result: ContestResult) -> list[str]:
+def missing(result: ContestResult) -> list[str]:
     """Return notes on what has not run."""
     notes = []
     if absent := [task for task in tasks_of(result.benchmark) if task not in result.runs]:

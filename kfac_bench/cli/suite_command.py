@@ -186,14 +186,15 @@ def run(
     from kfac_bench.benchmark import suite
     from kfac_bench.benchmark.grid import WorkSession
 
-    has_limit = options.results is not None or options.minutes is not None
-    if options.benchmark == ALL and (has_limit or options.only):
-        raise UsageError(f"--results, --minutes and --only need one benchmark instead of {ALL}")
+    limits = [f"--{name}" for name in ("results", "minutes") if vars(options)[name] is not None]
+    needs_one = [*limits, "--only"] if options.only else limits
+    if options.benchmark == ALL and needs_one:
+        raise UsageError(f"{' and '.join(needs_one)}: name one benchmark instead of {ALL}")
     sbatch = sbatch_options(options)
     rows = _rows(options, options.only)
     if options.launcher == "slurm":
-        if has_limit:
-            raise UsageError("--results and --minutes do not fit --launcher slurm")
+        if limits:
+            raise UsageError(f"--launcher slurm does not fit {' and '.join(limits)}")
         return _submit(rows, options, sbatch)
     began, failed = time.monotonic(), 0
     todo = [suite.cells_left(row, retry=options.retry) for row in rows]

@@ -1,5 +1,6 @@
 """The options of the preconditioner."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,11 +8,15 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from kfac_bench.config.options import RESULT, Section, check_patterns, check_rising, option
+from kfac_bench.config.options import MOST, RESULT, Section, check_patterns, check_rising, option
 from kfac_bench.core.kfac_options import OPTIONS, unused_by_eigen_adam
 from kfac_bench.core.options import Option
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.errors import UsageError
+from kfac_bench.output import counted
+
+LARGEST_EXPONENT = 37
+"""A float32 number, such as the damping, is at most 3.4e38."""
 
 
 def option_of_core(
@@ -133,6 +138,25 @@ class KFACConfig(Section):
             raise UsageError(
                 f"kfac.damping_decay_epochs={self.damping_decay_epochs} with a damping that {why}: "
                 "set kfac.damping to a number and kfac.adaptive_damping=false"
+            )
+        self._check_last_values()
+
+    def _check_last_values(self) -> None:
+        """Check that damping and intervals stay numbers after the last epoch that changes them."""
+        count = len(self.damping_decay_epochs)
+        if count and self.damping is not None:
+            exponent = math.log10(self.damping) + count * math.log10(self.damping_decay)
+            if abs(exponent) > LARGEST_EXPONENT:
+                raise UsageError(
+                    f"kfac.damping_decay={self.damping_decay:g} takes kfac.damping="
+                    f"{self.damping:g} to 1e{exponent:.0f} in {counted(count, 'epoch')}: choose a "
+                    "factor nearer to 1"
+                )
+        growth = self.interval_growth ** len(self.interval_growth_epochs)
+        if growth > MOST // max(self.update_freq, self.factor_update_freq):
+            raise UsageError(
+                f"kfac.interval_growth={self.interval_growth} makes intervals of more than {MOST} "
+                f"steps from kfac.update_freq={self.update_freq}: choose a smaller factor"
             )
 
     def changes(self) -> list[str]:

@@ -111,6 +111,10 @@ def options(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dict[str,
             yield prefix + f.name, value, dict(f.metadata)
 
 
+MOST = 2**62
+"""Limit of all numbers. The length of a range can hold this number, and float32 its square."""
+
+
 def check_option(name: str, value: Any, meta: dict[str, Any]) -> None:
     """Raise :class:`UsageError` if the value is out of the range that ``meta`` gives."""
     choices, bounds = meta.get("choices", ()), meta.get("bounds", {})
@@ -132,6 +136,9 @@ def check_option(name: str, value: Any, meta: dict[str, Any]) -> None:
         if not holds[word](bound) or not is_finite:
             said = range_in_words(bounds)
             raise UsageError(f"{name}={value}: must be {said} ({meta['help']})")
+    if value > MOST:
+        shown = f"{str(value)[:25]}..." if isinstance(value, int) else value
+        raise UsageError(f"{name}={shown}: must be at most {MOST} ({meta['help']})")
 
 
 def allows_one_value(meta: Mapping[str, Any]) -> bool:

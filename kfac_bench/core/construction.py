@@ -89,6 +89,8 @@ def build(
     validation.check_eigen_adam(options, None if adam is None else adam.rule)
     bare = unwrap(model)
     layers, skipped = layer_plan.covered_layers(bare, options, layer_types)
+    if before is not None:  # the optimizer may lack a layer that was unfrozen since then
+        layers = [layer for layer in layers if layer.name in before.names]
     validation.check_layers(layers, skipped, bare, collective.world_size, options)
     check_free(layers)
     write_back = WriteBack(

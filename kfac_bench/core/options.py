@@ -56,12 +56,20 @@ class Option:
         if value is None and may_be_none:
             return
         suffix = ", or None" if may_be_none else ""
-        if self.above is not None and not self.above < value < math.inf:
-            raise ValueError(f"{name}={value}: must be above {self.above:g} and finite{suffix}")
+        if self.above is not None and not _is_between(value, self.above, self.at_most):
+            most = "finite" if self.at_most is None else f"at most {self.at_most:g}"
+            raise ValueError(f"{name}={value!r}: must be above {self.above:g} and {most}{suffix}")
         if self.at_least is not None and not (type(value) is int and value >= self.at_least):
             raise ValueError(
                 f"{name}={value!r}: must be a whole number of at least {self.at_least:g}{suffix}"
             )
+
+
+def _is_between(value: Any, above: float, at_most: float | None) -> bool:
+    try:
+        return bool(above < value < math.inf) and (at_most is None or bool(value <= at_most))
+    except TypeError:  # no number
+        return False
 
 
 def table(options: Any) -> dict[str, Option]:

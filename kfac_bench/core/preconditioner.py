@@ -376,6 +376,7 @@ class KFAC:
 
     def _rebuild(self, choice: Choice) -> None:
         """Build K-FAC again with the options of a choice."""
+        self._guards.statistics.see_model()  # warns of layers that K-FAC will not cover
         loss_weight, model = self.loss_weight, self._stepper.wrapped() or self._stepper.model
         self._disconnect()
         self._build(model, within(self._options, choice), self._write_back)

@@ -118,14 +118,14 @@ class Schedules:
     def most_slices(self, layers: int) -> int:
         """Return the largest useful number of slices for ``layers`` layers.
 
-        That is one slice for each free step of an interval (see :func:`free_phases`). If the
+        That is one slice for each free step of an interval (see :func:`count_free_phases`). If the
         interval is a function, it is one slice per factor.
         """
         # Slices are made once. If intervals change later, no fixed number of steps is known.
         if callable(self.update_freq) or callable(self.factor_update_freq):
             return 2 * layers
         first = self.at(0)
-        return len(free_phases(first.update_freq, first.factor_update_freq))
+        return count_free_phases(first.update_freq, first.factor_update_freq)
 
     def _part(self, name: str, step: int) -> range:
         """Return the steps of the interval of a schedule that ``step`` lies in."""
@@ -210,20 +210,18 @@ def first_step(index: int, count: int) -> int:
     return index // math.ceil(count / FIRST_STEPS)
 
 
-@lru_cache(maxsize=64)  # each step asks, and a long interval takes long to walk
-def free_phases(update_freq: int, factor_update_freq: int) -> Sequence[int]:
-    """Return the steps of an interval in which slices may run.
+def count_free_phases(update_freq: int, factor_update_freq: int) -> int:
+    """Return the number of steps of an interval in which slices may run.
 
     A step with a factor update is long enough already, so the other steps are used. If every step
     has a factor update, all steps are used.
     """
     # A step of the interval meets a factor update in some interval if gcd divides it.
     common = math.gcd(update_freq, factor_update_freq)
-    free = [i for i in range(update_freq) if i % common]
-    return free or list(range(update_freq))
+    return update_freq - update_freq // common or update_freq
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # each step asks
 def slice_phases(count: int, update_freq: int, factor_update_freq: int) -> Sequence[int]:
     """Return for each slice the step of the interval at which it runs.
 
@@ -231,5 +229,9 @@ def slice_phases(count: int, update_freq: int, factor_update_freq: int) -> Seque
     """
     if count == 1:
         return [0]
-    phases = free_phases(update_freq, factor_update_freq)
-    return [phases[i * len(phases) // count] for i in range(count)]
+    free = count_free_phases(update_freq, factor_update_freq)
+    numbers = [i * free // count for i in range(count)]
+    if free == update_freq:
+        return numbers
+    between = math.gcd(update_freq, factor_update_freq) - 1  # free steps after each factor update
+    return [n + n // between + 1 for n in numbers]

@@ -32,7 +32,7 @@ def check_options(options: KFACOptions) -> None:
     values: Mapping[str, object] = options
     hints = types(KFACOptions)
     names = ["factor_init", "factor_convention", "fisher", "weight_sharing"]
-    names += ["trust_ratio", "max_dim", "block_size", "max_overhead"]
+    names += ["grad_worker_fraction", "trust_ratio", "max_dim", "block_size", "max_overhead"]
     for name in names:
         OPTIONS[name].check(name, values[name], hints[name])
     dtype, dtypes = options["state_dtype"], state_dtypes().values()

@@ -17,6 +17,7 @@ EVERY_S = 10
 """Seconds between two looks at the event files, and between two loads of the page in a browser."""
 SILENT_S = 600.0
 """A run that no process holds counts as stopped after so many seconds without an event."""
+BEGINS = "another run begins"
 
 
 def watch(
@@ -67,7 +68,8 @@ def watch(
                     )
                 return
             if is_new:
-                say(f"{html_path}: {left} of {counted(len(runs), 'run')} not ended (Ctrl-C stops)")
+                state = f"{left} of {counted(len(runs), 'run')} not ended" if left else BEGINS
+                say(f"{html_path}: {state} (Ctrl-C stops)")
             wait(EVERY_S)
     except KeyboardInterrupt:
         if not seen:

@@ -26,7 +26,7 @@ import yaml
 
 from kfac_bench import plain_yaml
 from kfac_bench.core.planning.plan import EIGEN_ADAM
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, first_line
 from kfac_bench.simulate.conduct import CONDUCTS
 
 ALGORITHMS = ("ring", "tree", "best")
@@ -216,7 +216,7 @@ def load(path: Path) -> Hardware:
     try:
         content = plain_yaml.load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise UsageError(f"hardware file {path}: not valid YAML ({error})") from None
+        raise UsageError(f"hardware file {path}: not valid YAML ({first_line(error)})") from None
     except (OSError, ValueError, RecursionError) as error:  # ValueError: text, dates, long numbers
         raise UsageError(f"hardware file {path}: cannot be read ({error})") from None
     return parse(content, path.stem, str(path))

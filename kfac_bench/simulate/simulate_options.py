@@ -222,4 +222,5 @@ def hardware_path(name: str, config_dir: Path | None) -> Path:
         return known[name]
     if name.endswith((".yaml", ".yml")):
         return Path(name)
-    raise UsageError(f"--hardware {name}: choose one of {', '.join(known)}, or name a .yaml file")
+    given = f"--hardware {name}" if name else "--hardware is missing"
+    raise UsageError(f"{given}: choose one of {', '.join(known)}, or name a .yaml file")

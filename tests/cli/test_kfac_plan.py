@@ -325,6 +325,18 @@ def plan_here(capsys, *arguments):
 
 
 @pytest.mark.slow
+def test_the_page_shows_what_its_command_prints(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs" / "how-to" / "read_the_plan.md").read_text()
+    (command,) = re.findall(r"```bash\nkfac-plan (.*)\n```", page)
+    (shown,) = re.findall(r"```text\n([^`]*)```", page)
+    monkeypatch.chdir(tmp_path)
+    code, printed, said = plan_here(capsys, *command.split())
+    assert (code, said) == (0, "")
+    rows = re.escape(shown).replace(re.escape("  ...\n"), "(  .*\n)+")
+    assert re.fullmatch(f"recipe.*\n{rows}", printed), printed
+
+
+@pytest.mark.slow
 def test_resnet50_on_64_ranks_is_planned(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, printed, said = plan_here(capsys, "model=resnet50", "--world-size=64", "kfac=hybrid_opt")

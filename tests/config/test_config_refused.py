@@ -191,6 +191,9 @@ def test_a_file_in_the_package_of_hydra_is_refused(tmp_path):
         ("trainer.watchdog_s", 1e12, "must be above 0 and at most 1000000000"),
         ("backend.timeout_s", 1e12, "must be above 0 and at most 1000000000"),
         pytest.param("seed", 10**400, "must be at least 0 and below 4294967296", id="seed"),
+        pytest.param("trainer.max_steps", 10**400, "0...: must be at most 46116860", id="steps"),
+        ("kfac.damping_decay", 1e308, "kfac.damping_decay=1e+308: must be at most 46116860"),
+        ("optimizer.lr", 1e300, "optimizer.lr=1e+300: must be at most 46116860"),
     ],
 )
 def test_a_number_that_the_machine_cannot_hold_is_one_line(name, value, said):
@@ -207,6 +210,13 @@ def test_model_and_task_must_fit():
 
 
 CLASHES = {
+    "kfac.damping=0.001 kfac.damping_decay=1e18 kfac.damping_decay_epochs=[1,2,3]": (
+        "kfac.damping_decay=1e+18 takes kfac.damping=0.001 to 1e51 in 3 epochs"
+    ),
+    "kfac.damping=0.001 kfac.damping_decay=1e-30 kfac.damping_decay_epochs=[1,2]": "to 1e-63 in 2",
+    "kfac.interval_growth=1000000000 kfac.interval_growth_epochs=[1,2]": (
+        "kfac.interval_growth=1000000000 makes intervals of more than 4611686018427387904 steps"
+    ),
     "model=autoencoder data.mixup=0.2": "which task=reconstruction does not have: use task=classif",
     "model=maskrcnn_tiny data=coco task=detection trainer.compile=true": "does not fit task=detect",
     "trainer.compile=true trainer.checkpoint_activations=true": "set one of them to false",

@@ -448,10 +448,13 @@ def test_wrong_requests_are_one_line(lab, capsys):
         (["run", "contest"], "contest has no cells: python -m benchmarks.contest study makes"),
         (["study", "contest", "--results", "no_such"], "--results no_such: no such folder"),
         (["run", "demo", "--only", "x"], "--only x: no cell begins with this text; cells are "),
-        (["run", "all", "--only", "x"], "need one benchmark instead of all"),
-        (["run", "all", "--minutes", "0"], "need one benchmark instead of all"),
+        (["run", "all", "--only", "x"], "contest: --only: name one benchmark instead of all"),
+        (["run", "all", "--minutes", "0"], "contest: --minutes: name one benchmark instead of all"),
         (["tables", "claim2_intervals", "--results", "."], "has no studies"),
-        (["run", "demo", "--launcher=slurm", "--minutes", "3"], "do not fit --launcher slurm"),
+        (
+            ["run", "demo", "--launcher=slurm", "--minutes", "3"],
+            "--launcher slurm does not fit --minutes",
+        ),
     ]:
         with pytest.raises(SystemExit) as caught:
             command(words)
@@ -470,7 +473,7 @@ def test_wrong_requests_are_one_line(lab, capsys):
     (["--results", "r", "--runs-dir", "d"], True, "tables demo --results r   (the scores)"),
     (["--results", "r", "--runs-dir", "d", "--tasks", "a,b"], False,
      "study demo --results r --runs-dir d --tasks a,b   (the runs that are missing)"),
-    (["--tasks", "a"], True, "study demo   (the runs that are missing)"),
+    (["--tasks", "a"], True, "study demo   (the other tasks)"),
 ])  # fmt: skip
 def test_a_study_names_a_command_that_fits(monkeypatch, capsys, words, is_whole, following):
     monkeypatch.setattr(contest_command, "open_sitting", lambda *given: None)
@@ -527,10 +530,7 @@ def test_a_real_contest_from_trials_to_its_tables(tmp_path, monkeypatch, capsys)
         with pytest.raises(SystemExit):
             command([*words, *more])
     said = capsys.readouterr().out
-    assert said.endswith(
-        "next: python -m benchmarks.contest study tiny --results results   "
-        "(the runs that are missing)\n"
-    )
+    assert said.endswith("figure: p.svg\nfigure: tiny.svg\n")
     tables = said.split("**Scores: ")[1].split("figure:")[0]
     assert "| adam | 1 (1 to 1) | 1 | none |" in tables
     begin = "<!-- made by python -m benchmarks.contest tables tiny --into -->\n\n"

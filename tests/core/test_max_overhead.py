@@ -269,6 +269,18 @@ def test_a_rebuild_finds_the_groups_of_weights_that_the_optimizer_no_longer_has(
     assert set(kfac._write_back.learning_rates().values()) == {0.5}
 
 
+def test_a_layer_that_is_unfrozen_in_the_first_steps_is_not_covered(clock):
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = sgd(model[2])
+    kfac = KFAC(model, optimizer, max_overhead=1.0).attach()
+    train(model, optimizer, 3)
+    model.requires_grad_(True)
+    with pytest.warns(UserWarning, match="layer '0' was added or unfrozen after KFAC was built"):
+        train(model, optimizer, WATCHED, 3)
+    assert (kfac.layer_names, kfac.steps) == (["2"], 3)
+
+
 @pytest.mark.parametrize("method", ["inverse", "eigen"])
 def test_rates_are_measured_in_float32_whatever_the_script_computes_in(monkeypatch, method):
     monkeypatch.setattr(stepper, "SIZES", (8, 16))

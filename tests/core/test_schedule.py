@@ -12,7 +12,7 @@ from kfac_bench.core.schedule import (
     Milestones,
     Schedules,
     Settings,
-    free_phases,
+    count_free_phases,
     slice_phases,
 )
 from tests.support.properties import for_all
@@ -60,7 +60,13 @@ def due(count, steps, *freqs, early=False):
     ],
 )
 def test_free_phases_by_hand(update_freq, factor_update_freq, free):
-    assert free_phases(update_freq, factor_update_freq) == free
+    assert count_free_phases(update_freq, factor_update_freq) == len(free)
+    assert slice_phases(len(free), update_freq, factor_update_freq) == free
+
+
+def test_a_long_interval_needs_no_memory():
+    assert schedules(2**62, 1).most_slices(layers=3) == 2**62
+    assert slice_phases(2, 2**62, 2) == [1, 2**61 + 1]
 
 
 def test_the_most_slices_by_hand():
@@ -93,7 +99,8 @@ def test_slices_fill_the_free_phases_evenly(count, update_freq, factor_update_fr
     if count == 1:
         assert phases == [0]
         return
-    free = free_phases(update_freq, factor_update_freq)
+    common = math.gcd(update_freq, factor_update_freq)
+    free = [i for i in range(update_freq) if i % common] or [*range(update_freq)]
     per_phase = Counter(phases)
     assert set(per_phase) <= set(free)
     each = [per_phase[phase] for phase in free]

@@ -253,6 +253,15 @@ def test_a_trust_ratio_is_above_0_and_finite(ratio):
         KFAC(model, sgd(model), trust_ratio=ratio)
 
 
+@pytest.mark.parametrize("fraction", ["0.3", 1.5, 0])
+def test_a_fraction_is_a_number_above_0_and_at_most_1(fraction):
+    model = network()
+    with pytest.raises(ValueError, match=f"fraction={fraction!r}: must be above 0 and at most 1"):
+        KFAC(model, sgd(model), strategy="hybrid_opt", grad_worker_fraction=fraction)
+    with pytest.raises(ValueError, match=r"trust_ratio='0\.3': must be above 0 and finite"):
+        KFAC(model, sgd(model), trust_ratio="0.3")
+
+
 def test_a_fraction_without_a_strategy_that_has_one_is_refused():
     model = network()
     with pytest.raises(ValueError, match=r"0\.5 has no effect with strategy=comm_opt.*hybrid_opt"):

@@ -180,9 +180,11 @@ def test_a_run_without_events_that_a_process_holds_goes_on(tmp_path: Path) -> No
             events = write_run(tmp_path / "adam", optimizer="adam") / "events.jsonl"
             events.rename(runs / "second" / "events.jsonl")
 
+    said: list[str] = []
     with locked(runs / "second", 0.0, print):
-        watch([runs], page, print, begin)
+        watch([runs], page, said.append, begin)
     assert len(waits) == 2
+    assert said == [f"{page}: another run begins (Ctrl-C stops)"]
     assert "Adam" in page.read_text()
 
 

@@ -364,6 +364,12 @@ def test_a_hardware_file_with_an_impossible_value_cannot_be_read(tmp_path, text)
         hardware.load(path)
 
 
+def test_a_hardware_file_that_is_no_yaml_is_one_short_line(tmp_path):
+    (tmp_path / "mine.yaml").write_text("overlap: [1")
+    with pytest.raises(UsageError, match=r"not valid YAML \(while parsing a flow sequence\)$"):
+        hardware.load(tmp_path / "mine.yaml")
+
+
 def test_a_list_of_layers_becomes_a_workload():
     folder = compose.CONF_DIR / "simulation"
     heads = workload.of_file(folder / "maskrcnn_heads.yaml", 2)
@@ -555,6 +561,7 @@ def test_help_prints_the_usage(capsys):
     ("arguments", "fragment"),
     [
         (["--hardware=cray"], "--hardware cray: choose one of h100_ndr"),
+        (["--hardware="], "--hardware is missing: choose one of h100_ndr"),
         (["--hardware=no/such.yaml"], "no/such.yaml: cannot be read"),
         (["--world-size=0"], "--world-size 0: expected a whole number of at least 1"),
         (["--world-size=2,2"], "the same value twice"),
@@ -565,7 +572,7 @@ def test_help_prints_the_usage(capsys):
         (["--strategies=hybrid_opt@1e400"], "write the fraction as 1/4"),
         (["--strategies=hybrid_opt@2"], "must be in (0, 1]"),
         (["--world-size=4", "--strategies=hybrid_opt@3/4"], "do not divide the ranks"),
-        (["--world-size=5"], "hybrid_opt on 5 ranks: grad_worker_fraction=0.5 of 5 ranks is 2"),
+        (["--world-size=5"], "hybrid_opt needs an even number of ranks, not 5"),
         (["trainer.batch_size=8"], "set --per-rank-batch"),
         (["--per-rank-batch=-1"], "--per-rank-batch -1"),
         (["--epochs=soon"], "--epochs soon: expected a number above 0"),

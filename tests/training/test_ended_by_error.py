@@ -202,6 +202,7 @@ def test_a_limit_of_processes_is_one_line(tmp_path, root):
     ("error", "what"),
     [
         (MemoryError(), "more memory"),
+        (RuntimeError("Storage size calculation overflowed with sizes=[4, 1]"), "more memory"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "more memory"),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "threads or processes"),
         (OSError(errno.EMFILE, "Too many open files"), "files are open"),

@@ -52,6 +52,11 @@ class WriteBack:
         self._cosine: Tensor | None = None
         self._cosine_of: list[str] = []
 
+    @property
+    def names(self) -> set[str]:
+        """The names of the layers."""
+        return {layer.name for layer in self._layers}
+
     def _groups(self) -> dict[str, int]:
         """Return each layer's index in the optimizer's groups; a script may add or remove some."""
         ids, before = [id(group) for group in self._optimizer.param_groups], self._group_ids

@@ -75,13 +75,17 @@ FactorWeight = Callable[[LayerSpec, Factor], float]
 
 def gradient_workers(row: Strategy, fraction: float | None, world_size: int) -> int:
     """Return the number of ranks that precondition a layer: the fraction must give a divisor."""
-    if fraction is None or not row.adjustable:
-        fraction = row.fraction
-    elif not 0 < fraction <= 1:
-        raise ValueError(
-            f"grad_worker_fraction={fraction:g}: choose a fraction above 0 and at most 1"
-        )
+    given = fraction if row.adjustable else None
+    if given is not None and not 0 < given <= 1:
+        raise ValueError(f"grad_worker_fraction={given:g}: choose a fraction above 0 and at most 1")
+    fraction = row.fraction if given is None else given
     workers = max(1, round(world_size * fraction))
+    if world_size % workers and given is None:  # the half of an odd number
+        raise ValueError(
+            f"strategy=hybrid_opt needs an even number of ranks, not {world_size}: by default half "
+            f"of them precondition a layer. Or set grad_worker_fraction=k/{world_size} with k a "
+            "divisor"
+        )
     if world_size % workers:
         raise ValueError(
             f"grad_worker_fraction={fraction:g} of {world_size} ranks is {workers} gradient "

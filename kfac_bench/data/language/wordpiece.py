@@ -66,6 +66,10 @@ def write(vocabulary: Vocabulary, path: Path) -> None:
         temporary.write_text("\n".join(vocabulary.tokens) + "\n", encoding="utf-8")
 
 
+MOST_TOKENS = 1 << 22
+"""The trainer reserves memory for all tokens, and takes no larger number than 64 bits hold."""
+
+
 def train(texts: Iterable[str], size: int) -> Vocabulary:
     """Train a vocabulary of at most `size` tokens, in lower case.
 
@@ -93,8 +97,8 @@ def train(texts: Iterable[str], size: int) -> Vocabulary:
         )
     tokenizer = _empty(tokenizers, True, {"[UNK]": 0})
     trainer = tokenizers.trainers.WordPieceTrainer(
-        vocab_size=size, special_tokens=first, min_frequency=2, show_progress=False,
-        limit_alphabet=len(alphabet),
+        vocab_size=min(size, MOST_TOKENS), special_tokens=first, min_frequency=2,
+        show_progress=False, limit_alphabet=len(alphabet),
     )  # fmt: skip
     tokenizer.train_from_iterator(held, trainer)
     ids: dict[str, int] = tokenizer.get_vocab()

@@ -812,6 +812,11 @@ def test_an_uneven_grid_is_refused_with_advice(world, fraction, workers):
     assert f"choose k/{world} with k a divisor" in str(error.value)
 
 
+def test_an_odd_number_of_ranks_has_no_half():
+    with pytest.raises(ValueError, match="hybrid_opt needs an even number of ranks, not 3"):
+        make_plan([LayerSpec("fc", 2, 2)], 3, strategy="hybrid_opt")
+
+
 @pytest.mark.parametrize("fraction", [1.5, 0, -0.5])
 def test_a_fraction_out_of_range_is_refused(fraction):
     specs = [LayerSpec("fc", 2, 2)]

@@ -206,6 +206,11 @@ def test_a_vocabulary_too_small_for_the_characters_is_refused():
     assert "too small" in refused(wordpiece.train, ["abcdefgh"], 12)
 
 
+def test_a_vocabulary_larger_than_the_text_has_all_its_words():
+    few, many = [wordpiece.train(["abc abc bcd"], size) for size in (100, 10**400)]
+    assert few.tokens == many.tokens
+
+
 # ---- pairs ----
 
 
