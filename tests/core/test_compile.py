@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import torch._dynamo.testing
+import torch._inductor.config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -82,6 +83,8 @@ BACKENDS = [
 ]
 
 
+# Inductor would start processes that import torch, and compile files to try vector instructions.
+@torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": False})
 @pytest.mark.parametrize("before", [slow(True), False])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_training_equals_eager(backend, before, dynamo):
