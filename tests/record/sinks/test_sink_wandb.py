@@ -399,7 +399,9 @@ def test_dead_or_hung_service_never_stops_training(tmp_path, signal):
         timeout=60,
     )
     lines = done.stdout.splitlines()
-    assert (done.returncode, done.stderr) == (0, "")
+    # W&B's telemetry may say this when its service is gone.
+    said = [line for line in done.stderr.splitlines() if "shutdown `MeterProvider`" not in line]
+    assert (done.returncode, said) == (0, [])
     assert len(lines) == 3, lines
     assert lines[0].startswith("W&B is offline")
     assert lines[1].startswith("W&B failed")
